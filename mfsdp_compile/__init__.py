@@ -23,6 +23,7 @@ with quick_imports():
     from .api import fully_shard, fully_shard_model, fully_shard_optimizer
     from .cuda_graphs import capture_step
     from .diagnostics.explain import explain
+    from .distributed_index import FSDPDistributedIndex
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .runtime.plan.communicators import Communication, Communicator
@@ -36,6 +37,7 @@ __all__ = [
     "Communicator",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "FSDPDistributedIndex",
     "FullyShardedDataParallel",
     "MegatronFSDP",
     "MixedPrecisionPolicy",

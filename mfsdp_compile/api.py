@@ -36,6 +36,7 @@ from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
+from .distributed_index import FSDPDistributedIndex
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -361,7 +362,19 @@ def fully_shard_model(
         )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
-    return MegatronFSDP(module, sharded)
+    index = FSDPDistributedIndex(
+        device_mesh if device_mesh is not None else topology.mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        tp_dim,
+        hybrid_fsdp_group,
+        hybrid_fsdp_expt_group,
+        topology.is_hfsdp,
+        expt_device_mesh,
+        fsdp_group_ag,
+        expt_fsdp_group_ag,
+    )
+    return MegatronFSDP.of(module, sharded, index)
 
 
 def fully_shard_optimizer(

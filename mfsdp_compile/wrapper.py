@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,17 +15,22 @@ from mfsdp_compile.runtime import recovery
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import Policies, PolicyArgument
-from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy, Topology
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies, PolicyArgument
+from mfsdp_compile.runtime.ranks.agreement import telling_others
+from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy
 
 from .backend.options import parse_bytes
 from .backend.verify_step import StepComparison, compare_step
+from .distributed_index import FSDPDistributedIndex
+
+if TYPE_CHECKING:
+    from .megatron.settings import DistributedDataParallelConfig
 
 __all__ = ["MegatronFSDP", "unwrapped"]
 
 
 class MegatronFSDP(nn.Module):
-    """A model whose parameters are sharded. :func:`~mfsdp_compile.fully_shard_model` creates it.
+    """A model whose parameters are sharded. :func:`~mfsdp_compile.fully_shard_model` creates it, or its constructor.
 
     It trains eagerly, with hooks that gather and reduce, or through ``torch.compile(model, backend="mfsdp")``, with the
     same numbers. ``parameters()`` are DTensors that hold this rank's rows of each parameter at all times. Inside a
@@ -35,22 +40,97 @@ class MegatronFSDP(nn.Module):
 
     Attributes that this class does not define are looked up in the wrapped module.
 
+    The constructor is Megatron-FSDP's: it shards ``module`` in place, by settings. Collective.
+    :func:`~mfsdp_compile.fully_shard_model` has more options, and reduces gradients after every backward by default.
+
     Args:
-        module: The sharded model. Parameter names are its own, prefixed with ``module.``.
-        sharded: The object that owns the model's buckets.
+        module: The unsharded model. Parameter names are its own, prefixed with ``module.``.
+        dist_index: The ranks to shard over: an :class:`~mfsdp_compile.FSDPDistributedIndex`, or Megatron-FSDP's own.
+        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is checked
+            and adjusted. None: the defaults of the latter, which shard everything.
+        mixed_precision_policy: Dtypes, unless ``ddp_config`` has them.
+        fsdp_unit_modules: See :func:`~mfsdp_compile.fully_shard_model`.
+        disable_bucketing: Has no effect: parameters outside of units are one bucket.
+        device: Device that holds the shards.
+        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, what can be deferred to the end of
+            the step is.
+        enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: Either is
+            ``enable_fine_grained_param_gather`` of :func:`~mfsdp_compile.fully_shard_model`, in forward and backward.
+        fine_grained_recurse_module_types: Not implemented.
+        calculate_per_token_loss, init_model_with_meta_device: See :func:`~mfsdp_compile.fully_shard_model`.
+        keep_fp8_transpose_cache, report_nan_in_param_grad: See :func:`~mfsdp_compile.fully_shard_model`.
+        nccl_ub, disable_symmetric_registration: See :func:`~mfsdp_compile.fully_shard_model`.
+        fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail: See :func:`~mfsdp_compile.fully_shard_model`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: See :func:`~mfsdp_compile.fully_shard_model` and
+            :func:`mfsdp_compile.megatron.validate`.
+        NotImplementedError: If a setting is not implemented here.
     """
 
-    def __init__(self, module: nn.Module, sharded: ShardedModel | None = None, *args: Any, **kwargs: Any) -> None:
-        if not (isinstance(module, nn.Module) and isinstance(sharded, ShardedModel)) or args or kwargs:
-            raise TypeError(
-                "MegatronFSDP is the type that fully_shard_model returns, and does not shard a module itself. Call "
-                "mfsdp_compile.fully_shard_model(module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...]); "
-                "instead of a dist_index it takes the mesh, the names of its dimensions and, with two of them, "
-                "hybrid_fsdp_group."
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: Any,
+        ddp_config: Any = None,
+        mixed_precision_policy: PolicyArgument = MixedPrecisionPolicy(),
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ) -> None:
+        from .megatron.direct import shard_by_index  # which imports this module
+
+        if fine_grained_recurse_module_types is not None:
+            raise NotImplementedError(
+                "fine_grained_recurse_module_types is not implemented: modules inside of units are gathered one by one, and none "
+                "together with its children. Leave it at None, or make units of these modules."
             )
+        flags = {
+            "calculate_per_token_loss": calculate_per_token_loss,
+            "init_model_with_meta_device": init_model_with_meta_device,
+            "sync_model_each_microbatch": sync_model_each_microbatch,
+            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+            "nccl_ub": nccl_ub,
+            "fsdp_double_buffer": fsdp_double_buffer,
+            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
+            "disable_symmetric_registration": disable_symmetric_registration,
+            "enable_fine_grained_param_gather_hook": enable_fine_grained_param_gather_hook,
+            "enable_fine_grained_param_gather_backward_hook": enable_fine_grained_param_gather_backward_hook,
+            "report_nan_in_param_grad": report_nan_in_param_grad,
+        }
+        with telling_others():
+            sharded, ddp_config = shard_by_index(
+                module, dist_index, ddp_config, mixed_precision_policy, fsdp_unit_modules, device, flags
+            )
+        self._hold(sharded.module, sharded.sharded, sharded.dist_index, ddp_config)
+
+    @classmethod
+    def of(cls, module: nn.Module, sharded: ShardedModel, dist_index: FSDPDistributedIndex) -> MegatronFSDP:
+        """Wrap a module that has been sharded."""
+        model = cls.__new__(cls)
+        model._hold(module, sharded, dist_index)
+        return model
+
+    def _hold(
+        self, module: nn.Module, sharded: ShardedModel, dist_index: FSDPDistributedIndex, ddp_config: Any = None
+    ) -> None:
         super().__init__()
         self.module = module
         self.sharded = sharded
+        self.dist_index = dist_index
+        self._ddp_config = ddp_config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -158,6 +238,10 @@ class MegatronFSDP(nn.Module):
     def synchronize_gradient_reduce(self) -> None:
         """Wait for reductions in flight. After a backward has finished there are none."""
         self.sharded.eager.finish_reductions()
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Give every parameter that was used its gradient: reduces those that are deferred. Otherwise they have it already."""
+        self.sharded.grad_sync.finish_if_needed()
 
     def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
         """Trade memory for communication over the microbatches of an optimizer step.
@@ -322,6 +406,45 @@ class MegatronFSDP(nn.Module):
         """Wait for gathers that have been started and are not in use yet."""
         self.sharded.await_gathers()
 
+    def all_gather_and_wait_parameters_ready(
+        self,
+        params: Iterable[nn.Parameter],
+        prefetch: bool = True,
+        prefetch_order: Any = None,
+        wait_bucket_ready: bool = True,
+        bwd: bool = False,
+    ) -> None:
+        """Gather the units that hold these parameters, so that they can be read outside of forwards. Collective.
+
+        They stay gathered until their next forward has run. ``module.weight`` is then the whole parameter;
+        ``parameters()`` are still shards. Forwards and backwards gather by themselves.
+
+        Args:
+            params: Parameters of the model, such as ``layer.parameters()``.
+            prefetch, prefetch_order: Have no effect: nothing else is gathered.
+            wait_bucket_ready: Wait until they are gathered. If False, their first use waits.
+            bwd: Must be False: what backward needs, it gathers.
+
+        Raises:
+            ValueError: If a parameter is not the model's, or ``bwd`` is True.
+        """
+        if bwd:
+            raise ValueError(
+                "all_gather_and_wait_parameters_ready(bwd=True): backward gathers what it needs by itself, and releases it. Leave the call out."
+            )
+        wanted = {id(param) for param in params}
+        buckets = {bucket for bucket in self.sharded.buckets if wanted & {id(param) for param in bucket.params}}
+        if unknown := wanted - {id(param) for bucket in buckets for param in bucket.params}:
+            raise ValueError(
+                f"all_gather_and_wait_parameters_ready: {len(unknown)} of the parameters are not sharded parameters of this model. Pass "
+                "those of model.parameters(), or of modules inside of it."
+            )
+        if not self.sharded.eager.is_in_window:
+            self.sharded.leave_backward()
+        wait = self.sharded.eager.unshard([unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}])
+        if wait_bucket_ready:
+            wait()
+
     def manual_buffer_registration(self) -> bool:
         """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
 
@@ -333,9 +456,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             ValueError: If the model was sharded without ``nccl_ub``.
         """
-        if self.sharded.registration is None:
-            raise ValueError("manual_buffer_registration needs a model that was sharded with nccl_ub=True")
-        return self.sharded.registration.register(self.sharded.buckets)
+        return self.sharded.manual_buffer_registration()
 
     def broadcast_params(self) -> None:
         """Copy parameters from the first rank to the ranks that replicate them. Collective.
@@ -347,8 +468,21 @@ class MegatronFSDP(nn.Module):
 
     @property
     def param_and_grad_buffer(self) -> ShardedModel:
-        """The object that owns the buckets, for functions that take it as an argument. Treat it as opaque."""
+        """The object that owns the buckets, for functions that take it as an argument.
+
+        Treat it as opaque, but for ``manual_buffer_registration()``, which is :meth:`manual_buffer_registration`.
+        """
         return self.sharded
+
+    @property
+    def raw_param(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in :attr:`module`. They are shards: modules get whole ones in their forward only."""
+        return dict(self.module.named_parameters())
+
+    @property
+    def param_to_name(self) -> dict[nn.Parameter, str]:
+        """Names in :attr:`module` by parameter."""
+        return {param: name for name, param in self.module.named_parameters()}
 
     def install_optimized_model_weights(self) -> None:
         """Prefetch updated parameters. Optional; the next forward is correct without it.
@@ -408,32 +542,61 @@ class MegatronFSDP(nn.Module):
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
-    def get_distributed_index(self) -> Topology:
-        """Return the ranks that the model is sharded over, and how."""
-        return self.sharded.topology
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Return the ranks that the model is sharded over."""
+        return self.dist_index
+
+    @property
+    def ddp_config(self) -> DistributedDataParallelConfig:
+        """The settings that the model was sharded with. A copy or a description: changes have no effect."""
+        if self._ddp_config is not None:
+            return self._ddp_config  # type: ignore[no-any-return]
+        from .megatron.translation import ddp_config_of  # which imports this module
+
+        return ddp_config_of(self.sharded)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The mixed-precision policy; if classes of modules have policies of their own, that of everything else."""
+        return self.sharded.precision.default
 
     @contextlib.contextmanager
     def mixed_precision_context(self, policy: PolicyArgument) -> Iterator[None]:
         """Reduce gradients in ``policy.grad_comm_dtype`` inside. Graphs are compiled once for each dtype.
 
         Args:
+            policy: As for :meth:`reset_mixed_precision_policy`.
+
+        Raises:
+            TypeError, ValueError: See :meth:`reset_mixed_precision_policy`.
+        """
+        before = self.sharded.precision
+        self.reset_mixed_precision_policy(policy)
+        try:
+            yield
+        finally:
+            self.sharded.set_precision(before)
+
+    def reset_mixed_precision_policy(self, policy: PolicyArgument) -> None:
+        """Reduce gradients in ``policy.grad_comm_dtype`` from now on.
+
+        Args:
             policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if the
-                model has one.
+                model has one. A policy for the whole model may leave its other fields at their defaults.
 
         Raises:
             TypeError: If ``policy`` is not a policy.
-            ValueError: If the policy differs from the model's in any other field.
+            ValueError: If another field is neither at its default nor the model's.
         """
-        given, before = Policies.of(policy, "mixed_precision_context"), self.sharded.precision
+        before = self.sharded.precision
+        if isinstance(policy, MixedPrecisionPolicy) and not before.own:
+            policy = policy.filled_from(before.default)
+        given = Policies.of(policy, "mixed_precision_context")
         if given.reducing_like(before) != before:
             raise ValueError(
                 f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {given}."
             )
         self.sharded.set_precision(given)
-        try:
-            yield
-        finally:
-            self.sharded.set_precision(before)
 
 
 def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:

@@ -195,6 +195,16 @@ class ShardedModel:
         """Return the size of the communication buffers once all of them have been used, in bytes."""
         return buffer_bytes(bucket.exchange for bucket in self.buckets)
 
+    def manual_buffer_registration(self) -> bool:
+        """Register the communication buffers with NCCL. Returns whether NCCL runs the model's collectives.
+
+        Raises:
+            ValueError: The model was sharded without ``nccl_ub``.
+        """
+        if self.registration is None:
+            raise ValueError("manual_buffer_registration needs a model that was sharded with nccl_ub=True")
+        return self.registration.register(self.buckets)
+
     def shared_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that all ranks have, by name."""
         assert self.module is not None

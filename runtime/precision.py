@@ -143,6 +143,12 @@ class MixedPrecisionPolicy:
             return self.main_dtype(model_dtype)
         return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
 
+    def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """Return this policy with another one's values for fields that are at their defaults, but for ``grad_comm_dtype``."""
+        plain = MixedPrecisionPolicy()
+        left = {name for name, value in vars(self).items() if value == getattr(plain, name)} - {"grad_comm_dtype"}
+        return replace(self, **{name: getattr(other, name) for name in left})
+
     @property
     def casts(self) -> Casts:
         """What the forward of a unit, of the model, or of a module with a policy of its own casts."""
@@ -150,7 +156,7 @@ class MixedPrecisionPolicy:
 
     @staticmethod
     def of(value: object, argument: str) -> MixedPrecisionPolicy:
-        """Check the type of a policy, and return it as ours. FSDP2's has the same meaning as there.
+        """Check the type of a policy, and return it as ours. FSDP2's and Megatron-FSDP's have the same meaning as there.
 
         Raises:
             TypeError: The value is something else. Policies of torch's first FSDP have other fields.
@@ -166,6 +172,8 @@ class MixedPrecisionPolicy:
                 cast_forward_inputs=value.cast_forward_inputs,
                 param_dtype_override_fn=getattr(value, "param_dtype_override_fn", None),  # after torch 2.13
             )
+        if all(hasattr(value, name) for name in _MEGATRONS):
+            return MixedPrecisionPolicy(**{name: getattr(value, name) for name in _MEGATRONS})
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         hint = (
             "It has param_dtype (that modules compute in), main_params_dtype (of shards), main_grads_dtype (of sums over "
@@ -191,6 +199,8 @@ class MixedPrecisionPolicy:
 
 
 _MAIN: Literal["main"] = "main"
+_MEGATRONS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
+"""Fields of Megatron-FSDP's class of this name."""
 
 PolicyKey: TypeAlias = "nn.Module | type[nn.Module] | str"
 PolicyArgument: TypeAlias = (

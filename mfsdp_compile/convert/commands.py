@@ -69,20 +69,27 @@ def add_commands(subparsers: Any) -> None:
     parser.add_argument("patterns", nargs="*", metavar="pattern", help="regular expression; none: nothing is removed")
     parser.set_defaults(handler=_edit)
 
-    parser = commands.add_parser(
-        "param-groups", help="write param_to_param_group_map.json from a directory that Megatron dumped"
+    _add_param_groups(
+        commands.add_parser(
+            "param-groups", help="write param_to_param_group_map.json from a directory that Megatron dumped"
+        )
     )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--out", type=Path, help=f"(default: {FILE_NAME} in the directory)")
-    _add_prefix(parser, "model")
-    parser.set_defaults(handler=_param_groups)
+    # Megatron's names of two of these, in tools/checkpoint/checkpoint_inspector.py
+    _add_param_groups(subparsers.add_parser("print-torch-dcp-in-json", help="the same as checkpoint param-groups"))
+    parser = subparsers.add_parser(
+        "convert-torch-dist-to-fsdp-dtensor", help="the same as convert --from torch_dist --to fsdp_dtensor"
+    )
+    _add_convert(parser)
+    parser.set_defaults(source_format="torch_dist", format="fsdp_dtensor")
 
 
 def run(given: argparse.Namespace) -> int:
     """Run a command that :func:`add_commands` has added. Returns the exit status.
 
-    An error prints its reason and returns 2.
+    An error prints its reason and returns 2. Of several processes that torchrun has started, the first one does the work.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     try:
         status: int = given.handler(given)
         return status
@@ -92,6 +99,13 @@ def run(given: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         print(f"mfsdp: {error}", file=sys.stderr)
         return 2
+
+
+def _add_param_groups(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--out", type=Path, help=f"(default: {FILE_NAME} in the directory)")
+    _add_prefix(parser, "model")
+    parser.set_defaults(handler=_param_groups)
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:

@@ -8,14 +8,18 @@ command line. ``docs/megatron.md`` describes all settings.
 
 from __future__ import annotations
 
+from .allocators import allocator_arguments
 from .arguments import add_megatron_fsdp_arguments, config_from_arguments
-from .distributed_optimizer import DistributedOptimizer
+from .distributed_optimizer import DistributedOptimizer, dump_param_to_param_group_map
 from .fully_sharded import FullyShardedDataParallel
 from .settings import (
     CheckpointConfig,
     DistributedDataParallelConfig,
     DistributedInitConfig,
+    GPTModelProvider,
     OptimizerConfig,
+    SchedulerConfig,
+    TrainingConfig,
     TransformerConfig,
 )
 from .validation import Adjustment, ConfigContainer, validate
@@ -28,9 +32,14 @@ __all__ = [
     "DistributedInitConfig",
     "DistributedOptimizer",
     "FullyShardedDataParallel",
+    "GPTModelProvider",
     "OptimizerConfig",
+    "SchedulerConfig",
+    "TrainingConfig",
     "TransformerConfig",
     "add_megatron_fsdp_arguments",
+    "allocator_arguments",
     "config_from_arguments",
+    "dump_param_to_param_group_map",
     "validate",
 ]

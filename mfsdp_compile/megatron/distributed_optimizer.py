@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 
 from mfsdp_compile.api import fully_shard_optimizer
+from mfsdp_compile.convert.param_groups import param_to_param_group_map
 from mfsdp_compile.wrapper import unwrapped
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "dump_param_to_param_group_map"]
 
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     model_chunks: Sequence[nn.Module],
     per_model_buffers: Sequence[Any] | None = None,
+    *,
+    dump_param_to_param_group_map: str | os.PathLike[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Extend a torch optimizer for sharded parameters, in place.
 
@@ -28,6 +35,8 @@ def DistributedOptimizer(
         optimizer: Built from the models' parameters after they were sharded.
         model_chunks: The sharded models, compiled or not.
         per_model_buffers: Their ``param_and_grad_buffer``, in the same order. None: taken from the models.
+        dump_param_to_param_group_map: Folder for the map from parameters to groups, of Megatron-LM's flag of this name; see
+            :func:`dump_param_to_param_group_map`. For one model. None: none is written.
 
     Returns:
         The same optimizer. Learning-rate schedulers and ``torch.distributed.checkpoint`` accept it as before.
@@ -58,9 +67,41 @@ def DistributedOptimizer(
                     f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that belongs to "
                     f"none of the {len(owners)} models in model_chunks. Pass all models that it optimizes."
                 )
+    if dump_param_to_param_group_map is not None and len(model_chunks) != 1:
+        raise ValueError(
+            f"dump_param_to_param_group_map: {len(model_chunks)} models may have parameters of the same names. Call "
+            "mfsdp_compile.megatron.dump_param_to_param_group_map for each, with folders of their own."
+        )
     fully_shard_optimizer(optimizer)
+    if dump_param_to_param_group_map is not None:
+        _dump(dump_param_to_param_group_map, model_chunks[0], optimizer)
     optimizer.sharded_state_dict = types.MethodType(_sharded_state_dict, optimizer)  # type: ignore[attr-defined]
     return optimizer
+
+
+def dump_param_to_param_group_map(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> None:
+    """Write the number of each parameter's optimizer group, as Megatron-LM's flag ``--dump-param-to-param-group-map`` does.
+
+    ``mfsdp print-torch-dcp-in-json`` makes the JSON file of it that conversion takes. The first rank writes.
+
+    Args:
+        folder: Becomes a folder in the format of ``torch.distributed.checkpoint``.
+        model: The model, sharded or not.
+        optimizer: Its optimizer, or several.
+
+    Raises:
+        ValueError: If a parameter that requires a gradient is in no group.
+    """
+    mapped = param_to_param_group_map(model, optimizer, prefix="module.module")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank writes, as intended
+            checkpoint.save(dict(mapped), checkpoint_id=folder, no_dist=True)
+
+
+_dump = dump_param_to_param_group_map  # DistributedOptimizer has an argument of this name
 
 
 def _sharded_state_dict(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.runtime import compat
@@ -43,7 +45,8 @@ class FullyShardedDataParallel(MegatronFSDP):
         fsdp_unit_modules: Classes whose instances are units. None: the model's repeated blocks.
         disable_bucketing: Has no effect: parameters outside of units are one bucket.
         device: Device that holds the shards.
-        pg_collection: Megatron's process groups; see :func:`~.process_groups.mesh_arguments`. None: all ranks share the model.
+        pg_collection: Megatron's process groups; see :func:`~.process_groups.mesh_arguments`. None: ranks are in Megatron's
+            standard order, with the sizes of ``config``.
         sharding: Other arguments of :func:`~mfsdp_compile.fully_shard_model`, such as ``bucket_bytes``, ``init_fn`` or
             ``device_mesh``.
 
@@ -82,11 +85,11 @@ class FullyShardedDataParallel(MegatronFSDP):
                 reason = "the model has parameters on the meta device"
                 log_adjustment(Adjustment("model.init_model_with_meta_device", False, True, reason))
             ranks = _ranks(model_settings, ddp_settings, pg_collection, sharding)
+            _look_for_parts(module, model_settings)
             units = fsdp_unit_modules if fsdp_unit_modules is not None else "auto"
             sharded = fully_shard_model(module, fsdp_unit_modules=units, device=device, **decided, **ranks, **sharding)
-        super().__init__(sharded.module, sharded.sharded)
+        self._hold(sharded.module, sharded.sharded, sharded.dist_index, ddp_config)
         self.config = config
-        self.ddp_config = ddp_config
 
     # -- called by Megatron's schedules and training loops ------------------------------------------------------------
 
@@ -119,6 +122,9 @@ class FullyShardedDataParallel(MegatronFSDP):
     ) -> dict[str, Any]:
         """Return ``state_dict()``, for ``torch.distributed.checkpoint`` (``fsdp_dtensor``). Communicates nothing.
 
+        As in Megatron's checkpoints of this format, it has no ``_extra_state`` of Transformer Engine's layers: scales of
+        delayed scaling start anew. ``state_dict()`` and :mod:`mfsdp_compile.checkpoint` keep them.
+
         Args:
             prefix: Prefix of all names.
             sharded_offsets: Must be empty. Megatron's ``torch_dist`` format uses them.
@@ -132,11 +138,33 @@ class FullyShardedDataParallel(MegatronFSDP):
                 "sharded_offsets are for the torch_dist format, but Megatron FSDP only supports the fsdp_dtensor "
                 "checkpoint format. Omit them; mfsdp convert makes one format of the other."
             )
-        return self.state_dict(prefix=prefix)
+        return self._without_te_state(self.state_dict(prefix=prefix), prefix)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return ``state_dict()``."""
-        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        """Return the same as :meth:`sharded_state_dict`."""
+        return self._without_te_state(self.state_dict(prefix=prefix, keep_vars=keep_vars), prefix)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict. With ``strict``, it may still lack what :meth:`sharded_state_dict` leaves out."""
+        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        missing = [name for name in found.missing_keys if name not in {*self._te_states()}]
+        if strict and (missing or found.unexpected_keys):
+            return super().load_state_dict(state_dict, strict=True, assign=assign)  # raises, with torch's message
+        return type(found)(missing, found.unexpected_keys)
+
+    def _without_te_state(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        for name in self._te_states():
+            state.pop(prefix + name, None)
+        return state
+
+    def _te_states(self) -> list[str]:
+        """Return the names of what Transformer Engine's modules return from ``get_extra_state``."""
+        engine = compat.transformer_engine
+        return [
+            f"{name}._extra_state"
+            for name, part in self.named_modules()
+            if engine.is_layer(type(part)) or engine.is_operation(type(part))
+        ]
 
 
 def _check_kinds(config: Any, ddp_config: Any, module: Any) -> None:
@@ -177,6 +205,20 @@ def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[s
             "size of that dimension."
         )
     return {}
+
+
+def _look_for_parts(module: nn.Module, config: Any) -> None:
+    """Warn if a model for tensor-parallel ranks has no parameter that is divided over them."""
+    size = getattr(config, "tensor_model_parallel_size", 1) or 1
+    if size > 1 and not any(
+        isinstance(param, DTensor) or getattr(param, "tensor_model_parallel", False) for param in module.parameters()
+    ):
+        warnings.warn(
+            f"tensor_model_parallel_size is {size}, but no parameter is marked as a part (tensor_model_parallel=True) or is a "
+            f"DTensor: each of the {size} tensor-parallel ranks holds all parameters, and must get the same data. Build the model "
+            "of tensor-parallel layers, or set it to 1.",
+            stacklevel=3,
+        )
 
 
 def _refuse_fusion(module: nn.Module) -> None:

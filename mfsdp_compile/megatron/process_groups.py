@@ -12,8 +12,7 @@ from mfsdp_compile.runtime import compat
 
 __all__ = ["mesh_arguments"]
 
-_OUTER, _INNER, _TENSOR = "dp_outer", "dp_cp", "tp"
-_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_OUTER, _INNER, _TENSOR, _STAGES, _EXPERTS = "dp_outer", "dp_cp", "tp", "pp", "ep"
 
 
 def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> dict[str, Any]:
@@ -25,23 +24,14 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
             sharding.
         pg_collection: Megatron's ``ProcessGroupCollection``, or an object with its attributes. These are used:
             ``dp_cp``; with several instances, ``intra_dp_cp`` and ``inter_dist_opt``; ``tp``; and with ``ep``,
-            ``expt_dp`` or ``intra_expt_dp``. None: all ranks share the model.
+            ``expt_dp`` or ``intra_expt_dp``. None: ranks are in Megatron's standard order, with the sizes of ``config``.
 
     Raises:
-        ValueError: If not all ranks share the model and ``pg_collection`` does not say which do, or if ranks cannot be
-            divided.
+        ValueError: If ranks cannot be divided, or their order is not the sizes' alone to tell.
         NotImplementedError: If experts are divided over tensor-parallel ranks.
     """
     if pg_collection is None:
-        for name in _PARALLEL:
-            if (size := getattr(config, name, 1)) > 1:
-                raise ValueError(
-                    f"{name} is {size}, so not all ranks share this model, and FullyShardedDataParallel was not told "
-                    "which ones do. Pass pg_collection (ProcessGroupCollection.use_mpu_process_groups() makes one of "
-                    "Megatron's groups), or fully_shard_model's device_mesh, dp_shard_dim and tp_dim or "
-                    "expt_device_mesh."
-                )
-        return _hybrid(instances) if instances > 1 else {}
+        return _standard_order(config, instances)
     groups: dict[str, dist.ProcessGroup] = {}
     arguments: dict[str, Any] = {"dp_shard_dim": _INNER}
     if instances > 1:
@@ -55,21 +45,56 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
     return {"device_mesh": _mesh(groups), **arguments, **experts}
 
 
-def _hybrid(instances: int) -> dict[str, Any]:
-    ranks = (
-        dist.get_world_size() if dist.is_initialized() else instances
-    )  # without a process group, another error is raised
-    if ranks % instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} must divide the number of data-parallel ranks, {ranks}."
-        )
-    mesh = init_device_mesh(compat.device_type(), (instances, ranks // instances), mesh_dim_names=(_OUTER, _INNER))
-    return {
-        "device_mesh": mesh,
-        "dp_outer_dim": _OUTER,
-        "dp_shard_dim": _INNER,
-        "hybrid_fsdp_group": mesh[_OUTER, _INNER]._flatten().get_group(),
+def _standard_order(config: Any, instances: int) -> dict[str, Any]:
+    """Divide all ranks in Megatron's order: tensor-parallel ranks are neighbors; then context, data and pipeline ranks."""
+    sizes = {
+        name: getattr(config, f"{name}_parallel_size", None) or 1
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     }
+    tensor, stages, experts = sizes["tensor_model"], sizes["pipeline_model"], sizes["expert_model"]
+    if not dist.is_initialized() or max(tensor, stages, experts, sizes["context"], instances) == 1:
+        return {}  # all ranks share the model; without a process group, fully_shard_model says what to do
+    if experts > 1 and (tensor > 1 or sizes["expert_tensor"] > 1):
+        raise ValueError(
+            f"expert_model_parallel_size is {experts}, with tensor parallelism: which ranks share an expert does not follow from "
+            "the sizes. Pass pg_collection (ProcessGroupCollection.use_mpu_process_groups() makes one of Megatron's groups), or "
+            "fully_shard_model's device_mesh, dp_shard_dim, tp_dim and expt_device_mesh."
+        )
+    ranks, divisor = dist.get_world_size(), tensor * stages * sizes["context"]
+    if ranks % divisor:
+        raise ValueError(
+            f"{ranks} ranks cannot be divided by tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={stages} x "
+            f"context_parallel_size={sizes['context']}. Start a multiple of {divisor}, or change these."
+        )
+    data = ranks // (tensor * stages)
+    if data % instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} must divide the number of data-parallel ranks, {data}."
+        )
+    inner = data // instances
+    if inner % experts:
+        raise ValueError(f"expert_model_parallel_size={experts} must divide the ranks that share parameters, {inner}.")
+    outside = {_STAGES: stages, _OUTER: instances}
+    mesh = _new_mesh({**outside, _INNER: inner, _TENSOR: tensor})
+    arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": _INNER}
+    if tensor > 1:
+        arguments["tp_dim"] = _TENSOR
+    if instances > 1:
+        arguments.update(dp_outer_dim=_OUTER, hybrid_fsdp_group=mesh[_OUTER, _INNER]._flatten().get_group())
+    if experts > 1:
+        arguments["expt_device_mesh"] = _new_mesh({**outside, _INNER: inner // experts, _EXPERTS: experts})
+        if instances > 1:
+            both = arguments["expt_device_mesh"][_OUTER, _INNER]._flatten("experts_of_all_instances")
+            arguments["hybrid_fsdp_expt_group"] = both.get_group()
+    return arguments
+
+
+def _new_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    """Build a mesh of all ranks, outermost dimension first, and return this stage's part. Of size 1, only ``dp_cp`` stays."""
+    dims = {name: size for name, size in sizes.items() if size > 1 or name == _INNER}
+    mesh = init_device_mesh(compat.device_type(), tuple(dims.values()), mesh_dim_names=tuple(dims))
+    mine = tuple(name for name in dims if name != _STAGES)
+    return mesh if len(mine) == len(dims) else mesh[mine]
 
 
 def _experts(pg_collection: Any, outer: dist.ProcessGroup | None) -> dict[str, Any]:

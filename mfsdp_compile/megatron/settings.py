@@ -4,13 +4,17 @@ Programs with Megatron's own configuration objects pass those; they are read by 
 programs without Megatron, and define which attributes are read. Every field says what it does here
 (``docs/megatron.md`` is generated from that), and has a :class:`Treatment`. Defaults are Megatron's, except for settings
 that Megatron-FSDP always overrides: those default to the value that it sets.
+
+Megatron's classes have hundreds of other settings, about the model and the training loop. The classes here take those
+too and keep them as attributes, for the program: see :attr:`Section.others`.
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,8 +23,12 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
     "Flag",
+    "GPTModelProvider",
     "OptimizerConfig",
+    "SchedulerConfig",
+    "Section",
     "Setting",
+    "TrainingConfig",
     "TransformerConfig",
     "Treatment",
     "known",
@@ -102,9 +110,53 @@ _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
-@dataclass
-class DistributedInitConfig:
+class Section:
+    """Base class of the configurations here.
+
+    Args:
+        given: Settings by name. All but the class's own fields are settings of the program, if the class takes such.
+
+    Raises:
+        TypeError: If there is no such setting, or the name of a program's setting is almost that of a field here.
+    """
+
+    takes_others: ClassVar[bool] = True
+    """Whether there may be settings that only the program reads."""
+
+    def __init__(self, **given: Any) -> None:
+        own = {of.name: of for of in fields(self)}  # type: ignore[arg-type]
+        for name in given.keys() - own.keys():
+            meant = difflib.get_close_matches(name, own, n=1, cutoff=0.9)
+            if meant or not self.takes_others:
+                hint = f"Did you mean {meant[0]!r}?" if meant else "docs/megatron.md has a table of all of them."
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}. {hint}")
+        for name, of in own.items():
+            setattr(self, name, given.pop(name, of.default))
+        vars(self).update(given)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """Settings that only the program reads, by name."""
+        own = {of.name for of in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+_as_section = dataclass(init=False, eq=False, repr=False)
+
+
+@_as_section
+class DistributedInitConfig(Section):
     """``dist``: the kind of data parallelism, and the order of ranks."""
+
+    takes_others = False
 
     use_megatron_fsdp: bool = field(
         default=False,
@@ -142,9 +194,12 @@ class DistributedInitConfig:
     )
 
 
-@dataclass
-class TransformerConfig:
-    """``model``: the part of Megatron's model configuration that concerns sharding."""
+@_as_section
+class TransformerConfig(Section):
+    """``model``: Megatron's model configuration.
+
+    Fields concern sharding. Sizes (``num_layers``, ``hidden_size``, ...) are for the function that builds the model.
+    """
 
     calculate_per_token_loss: bool = field(
         default=False,
@@ -205,19 +260,44 @@ class TransformerConfig:
     )
     tensor_model_parallel_size: int = field(
         default=1,
-        metadata=_said("more than 1 needs pg_collection or device_mesh; parameters are parts as Megatron marks them"),
+        metadata=_said(
+            "ranks that divide parameters as Megatron marks them: neighbors, unless pg_collection or device_mesh says"
+        ),
     )
     pipeline_model_parallel_size: int = field(
-        default=1, metadata=_said("more than 1 needs pg_collection or device_mesh; one model per stage")
+        default=1,
+        metadata=_said(
+            "number of stages, one model each; stages are the outermost dimension of ranks, unless pg_collection or device_mesh says"
+        ),
+    )
+    context_parallel_size: int = field(
+        default=1,
+        metadata=_said(
+            "ranks that divide sequences; they are data-parallel ranks to this engine, and shard parameters too"
+        ),
     )
     expert_model_parallel_size: int = field(
-        default=1, metadata=_said("more than 1 needs pg_collection or expt_device_mesh")
+        default=1,
+        metadata=_said(
+            "data-parallel ranks that divide experts: neighbors, unless pg_collection or expt_device_mesh says; with "
+            "tensor_model_parallel_size above 1, one of these must say"
+        ),
+    )
+    expert_tensor_parallel_size: int | None = field(
+        default=None, metadata=_said("refused above 1 beside expert_model_parallel_size above 1")
     )
 
 
-@dataclass
-class DistributedDataParallelConfig:
+@_as_section
+class GPTModelProvider(TransformerConfig):
+    """``model``: Megatron-Bridge's configuration of a GPT. The program builds the model."""
+
+
+@_as_section
+class DistributedDataParallelConfig(Section):
     """``ddp``: how parameters, gradients and optimizer state are sharded, communicated and stored."""
+
+    takes_others = False
 
     use_megatron_fsdp: bool = field(
         default=False,
@@ -429,9 +509,13 @@ class DistributedDataParallelConfig:
     )
 
 
-@dataclass
-class OptimizerConfig:
-    """``optimizer``: the part of Megatron's optimizer configuration that concerns sharding."""
+@_as_section
+class OptimizerConfig(Section):
+    """``optimizer``: Megatron's optimizer configuration.
+
+    Fields concern sharding. The rest (``lr``, ``weight_decay``, ``clip_grad``, ...) is for the function that builds the
+    optimizer, and for the training loop.
+    """
 
     use_distributed_optimizer: bool = field(
         default=True, metadata=_said("set to True, as in ddp", "--use-distributed-optimizer")
@@ -448,8 +532,8 @@ class OptimizerConfig:
     )
 
 
-@dataclass
-class CheckpointConfig:
+@_as_section
+class CheckpointConfig(Section):
     """``checkpoint``: location and format of checkpoints. It is checked here, and used by the program."""
 
     save: str | None = field(default=None, metadata=_said("checkpoints are saved there", "--save", type=str))
@@ -458,11 +542,30 @@ class CheckpointConfig:
         default=None,
         metadata=_said("how often: for the program, nothing here looks at it", "--save-interval", type=int),
     )
-    ckpt_format: str = field(
-        default="torch_dist",
+    ckpt_format: str | None = field(
+        default=None,
         metadata=_said(
-            "must be fsdp_dtensor where something is saved or loaded: what torch.distributed.checkpoint makes of sharded state dicts",
+            "must be fsdp_dtensor: what torch.distributed.checkpoint makes of sharded state dicts; may be left out where nothing is "
+            "saved or loaded. None stands for Megatron's default, torch_dist",
             "--ckpt-format",
             type=str,
         ),
     )
+    dump_param_to_param_group_map: str | None = field(
+        default=None,
+        metadata=_said(
+            "folder for the map from parameters to the optimizer's groups, which conversion takes: DistributedOptimizer's argument",
+            "--dump-param-to-param-group-map",
+            type=str,
+        ),
+    )
+
+
+@_as_section
+class SchedulerConfig(Section):
+    """``scheduler``: learning rates over the training run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
+
+
+@_as_section
+class TrainingConfig(Section):
+    """``train``: batches and iterations (``micro_batch_size``, ``global_batch_size``, ...), for the program."""

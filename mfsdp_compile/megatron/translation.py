@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 from .settings import DistributedDataParallelConfig, TransformerConfig, known
 
-__all__ = ["sharding_arguments"]
+__all__ = ["ddp_config_of", "sharding_arguments"]
 
 _SAME_NAME = (
     "outer_dp_sharding_strategy",
@@ -57,6 +58,25 @@ def sharding_arguments(config: Any, ddp_config: Any) -> dict[str, Any]:
         "sync_model_each_microbatch": False,  # Megatron's training loops mark the end of a step
         **{name: ddp(name) for name in _SAME_NAME},
     }
+
+
+def ddp_config_of(sharded: ShardedModel) -> DistributedDataParallelConfig:
+    """Describe how a model is sharded by Megatron's settings. Those that buckets do not show are at their defaults."""
+    topology, precision = sharded.topology, sharded.precision.default
+    return DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=topology.strategy.name.lower(),
+        outer_dp_sharding_strategy=topology.outer_strategy.name.lower(),
+        num_distributed_optimizer_instances=topology.outer.size if topology.outer is not None else 1,
+        megatron_fsdp_main_params_dtype=precision.main_params_dtype,
+        megatron_fsdp_main_grads_dtype=precision.main_grads_dtype,
+        megatron_fsdp_grad_comm_dtype=precision.grad_comm_dtype,
+        overlap_grad_reduce=sharded.overlap.reductions,
+        overlap_param_gather=sharded.overlap.gathers,
+        fsdp_double_buffer=sharded.comm_buffer_bytes() > 0,
+        nccl_ub=sharded.registration is not None,
+        megatron_fsdp_cuda_graph_mode=sharded.keeps_gradients,
+    )
 
 
 def _precision(ddp: Any) -> MixedPrecisionPolicy:

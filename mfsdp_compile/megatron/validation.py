@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from .settings import (
     DistributedDataParallelConfig,
     DistributedInitConfig,
     OptimizerConfig,
+    SchedulerConfig,
+    Section,
+    TrainingConfig,
     TransformerConfig,
     Treatment,
     known,
@@ -58,27 +61,80 @@ class Adjustment:
         return f"{self.setting} is set to {self.after!r}: {self.reason}"
 
 
-@dataclass
+_APPLIED_BY_BRIDGE = {
+    "mixed_precision": "ddp.grad_reduce_in_fp32 and the dtypes of ddp, and build the model in the dtype that it computes in",
+    "comm_overlap": "ddp.overlap_grad_reduce and ddp.overlap_param_gather",
+}
+"""Sections of Megatron-Bridge that change others, and what to set in their place."""
+
+
 class ConfigContainer:
     """All settings, as in Megatron-Bridge.
 
     Args:
         model, dist, ddp, optimizer, checkpoint: Objects of the classes in :mod:`.settings`, Megatron's, or others with
             the same attributes.
-        scheduler, train: For the program; not read here.
+        scheduler, train: For the program.
+        others: Megatron-Bridge's other sections (``dataset``, ``tokenizer``, ``logger``, ...), for the program. Those that
+            Megatron-Bridge applies to the sections above are refused by :meth:`validate`.
     """
 
-    model: Any = field(default_factory=TransformerConfig)
-    dist: Any = field(default_factory=DistributedInitConfig)
-    ddp: Any = field(default_factory=DistributedDataParallelConfig)
-    optimizer: Any = field(default_factory=OptimizerConfig)
-    checkpoint: Any = field(default_factory=CheckpointConfig)
-    scheduler: Any = None
-    train: Any = None
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        dist: Any = None,
+        ddp: Any = None,
+        optimizer: Any = None,
+        checkpoint: Any = None,
+        scheduler: Any = None,
+        train: Any = None,
+        **others: Any,
+    ) -> None:
+        self.model = model if model is not None else TransformerConfig()
+        self.dist = dist if dist is not None else DistributedInitConfig()
+        self.ddp = ddp if ddp is not None else DistributedDataParallelConfig()
+        self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
+        self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
+        self.scheduler = scheduler if scheduler is not None else SchedulerConfig()
+        self.train = train if train is not None else TrainingConfig()
+        vars(self).update(others)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfigContainer) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"ConfigContainer({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    @property
+    def unread(self) -> list[str]:
+        """Settings that nothing in this package reads: they are for the program. ``"optimizer.lr"``, or a section's name."""
+        found = []
+        for name, section in vars(self).items():
+            if isinstance(section, Section):
+                found += [f"{name}.{other}" for other in section.others]
+            elif name not in SECTIONS and section is not None:
+                found.append(name)
+        return found
 
     def validate(self) -> list[Adjustment]:
-        """See :func:`validate`."""
-        return validate(self)
+        """See :func:`validate`. The first rank also logs :attr:`unread`, in one line.
+
+        Raises:
+            NotImplementedError: Also if there is a section that Megatron-Bridge applies to others.
+        """
+        for name, instead in _APPLIED_BY_BRIDGE.items():
+            if getattr(self, name, None) is not None:
+                raise NotImplementedError(
+                    f"The section {name} of Megatron-Bridge changes other sections, and nothing here applies it. Leave it out, and "
+                    f"set {instead}."
+                )
+        adjustments = validate(self)
+        if self.unread and _is_first_rank():
+            _log.warning("for the program, and not read by mfsdp_compile: %s", ", ".join(self.unread))
+        return adjustments
 
 
 def validate(config: Any) -> list[Adjustment]:
@@ -113,8 +169,12 @@ def validate(config: Any) -> list[Adjustment]:
 
 def log_adjustment(adjustment: Adjustment) -> None:
     """Log an adjustment on the first rank."""
-    if dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         _log.warning("%s", adjustment)
+
+
+def _is_first_rank() -> bool:
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 class _Settings:
@@ -169,7 +229,7 @@ def _is_enabled(settings: _Settings) -> bool:
         )
     if any(said.values()):
         return True
-    if settings["checkpoint.ckpt_format"] == "fsdp_dtensor" and _uses_checkpoints(settings):
+    if settings["checkpoint.ckpt_format"] == "fsdp_dtensor":
         raise ValueError(
             "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = True in "
             "dist and ddp, or another ckpt_format."
@@ -177,8 +237,17 @@ def _is_enabled(settings: _Settings) -> bool:
     return False
 
 
-def _uses_checkpoints(settings: _Settings) -> bool:
-    return settings["checkpoint.save"] is not None or settings["checkpoint.load"] is not None
+def _has_wrong_format(settings: _Settings) -> bool:
+    """Whether checkpoints have another format than Megatron FSDP's, or are said to have one where none is used.
+
+    A default of another class says nothing about checkpoints that are neither saved nor loaded.
+    """
+    found, section = settings["checkpoint.ckpt_format"], settings.section("checkpoint")
+    if found == "fsdp_dtensor":
+        return False
+    if settings["checkpoint.save"] is not None or settings["checkpoint.load"] is not None:
+        return True
+    return found is not None and found != getattr(type(section), "ckpt_format", None)
 
 
 def _check(settings: _Settings) -> None:
@@ -187,7 +256,8 @@ def _check(settings: _Settings) -> None:
             "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. Remove "
             "use_tp_pp_dp_mapping=True from the configuration."
         )
-    if _uses_checkpoints(settings) and (found := settings["checkpoint.ckpt_format"]) != "fsdp_dtensor":
+    if _has_wrong_format(settings):
+        found = settings["checkpoint.ckpt_format"] or "torch_dist"
         raise ValueError(
             f"Megatron FSDP only supports fsdp_dtensor checkpoint format, and checkpoint.ckpt_format is {found!r}. Set "
             "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints of torch_dist "

@@ -674,6 +674,8 @@ class EagerRuntime:
         self._handed_out.append(weakref.ref(param))
 
     def _retire_handed_out(self) -> None:
+        for state in self._gathered.values():
+            state.attached = []  # of a unit that was read outside of forwards; the next forward gets others
         for kept in self._handed_out:
             if (param := kept()) is not None:
                 param.__class__ = OutdatedParameter

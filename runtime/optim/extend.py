@@ -180,6 +180,8 @@ def extend(
                 params = [param for bucket in owner.buckets for param in bucket.params]
                 owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
 
+    for extended in (extended_step, extended_zero_grad):
+        del extended.__wrapped__  # inspect.signature would show its arguments
     # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
     optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]

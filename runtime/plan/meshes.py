@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import compat
 from ..topology import Group, ShardingStrategy, Topology
 
-__all__ = ["EXPERT_ARGUMENTS", "build_topology", "check_order", "tensor_parallel_mesh"]
+__all__ = ["EXPERT_ARGUMENTS", "build_topology", "check_order", "sub_mesh", "tensor_parallel_mesh"]
 
 
 class Arguments(NamedTuple):
@@ -107,7 +107,7 @@ def build_topology(
         raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
     outer = _dimension(mesh, outer_dim, "dp_outer_dim", called).get_group()
     try:
-        both = _sliced(mesh, (outer_dim, shard_dim))
+        both = sub_mesh(mesh, (outer_dim, shard_dim))
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"dp_outer_dim={outer_dim!r} and dp_shard_dim={shard_dim!r} are dimensions of {called.mesh}, which has "
@@ -218,7 +218,7 @@ def _check_name(name: object, argument: str, called: Arguments) -> None:
 
 def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:
     try:
-        return _sliced(mesh, name)
+        return sub_mesh(mesh, name)
     except (KeyError, RuntimeError, ValueError) as error:
         if mesh.mesh_dim_names is None:
             raise ValueError(
@@ -231,7 +231,12 @@ def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) ->
         ) from error
 
 
-def _sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+def sub_mesh(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh with dimensions of these names, which may be flattened ones.
+
+    Raises:
+        KeyError, RuntimeError, ValueError: Torch finds no such part.
+    """
     with warnings.catch_warnings():
         # Torch 2.11 to 2.15 warn that slicing by the name of a flattened dimension will be removed, but support it.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")

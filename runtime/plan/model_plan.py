@@ -280,7 +280,8 @@ def divide(
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
         warnings.warn(
-            "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once. "
+            "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once, and "
+            "during a step each rank holds them all, as with DDP. "
             f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
             stacklevel=4,
         )

@@ -17,8 +17,9 @@ from doc_tables import check_table
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from mfsdp_compile import cli, fully_shard_model
+from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import _OTHERS, CompileOptions
+from mfsdp_compile.fsdp2 import _REFUSED
 from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
 
@@ -100,6 +101,33 @@ def test_every_argument_of_ours() -> None:
 
 def test_keys_of_deepspeed() -> None:
     assert list(rows("moving/deepspeed.md", "deepspeed")) == DEEPSPEED
+
+
+def test_members_of_megatron_fsdp() -> None:
+    """The table names what the class has, and says of all else that there is none."""
+    text = (DOCS / "moving" / "megatron_fsdp.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- members: MegatronFSDP -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert found is not None
+    lines = [line.strip("| ").split(" | ", 1) for line in found[1].splitlines() if line.startswith("| `")]
+    told = {name: here for names, here in lines for name in re.findall(r"`(\w+)`", names)}
+    attributes = {"module", "dist_index"}  # set by the constructor
+    wrong = [
+        name
+        for name, here in told.items()
+        if (hasattr(MegatronFSDP, name) or name in attributes) == here.startswith("none")
+    ]
+    assert not wrong
+    assert len(told) > 30
+
+
+def test_methods_of_fsdp2_that_are_refused() -> None:
+    """The second column of the table about FSDPModule: refused are those that say so, and all others are methods here."""
+    told = {
+        name: re.sub(r"^after torch [\d.]+: ", "", words)
+        for name, words in rows("moving/fsdp2.md", "torch FSDPModule").items()
+    }
+    assert {name for name, words in told.items() if words.startswith("refused")} == set(_REFUSED)
+    assert not told.keys() - vars(fsdp2.FSDPModule).keys()
 
 
 def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:

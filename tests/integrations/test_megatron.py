@@ -46,11 +46,11 @@ from mfsdp_compile.megatron.translation import sharding_arguments
 from mfsdp_compile.megatron.validation import SECTIONS
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
-BRIDGE = "000_d7581895cb557a73.txt"
-README = "001_f5cca1a18de992df.txt"
-GUIDE = "002_b9eb7ae366992da6.txt"
-OVERVIEW = "003_9f8658ca22a33c68.txt"
-CORE = "004_5bd2db1564753652.txt"
+BRIDGE = "Megatron Bridge: Megatron FSDP"
+README = "megatron-fsdp: README"
+GUIDE = "Megatron-FSDP User Guide"
+OVERVIEW = "Megatron Bridge: Megatron FSDP, overview"
+CORE = "Megatron Core: Megatron FSDP"
 REFERENCE = "Megatron-LM"
 """Names of the documents, or of the source.
 
@@ -60,16 +60,16 @@ Megatron-Core.
 
 
 class Row(NamedTuple):
-    seed: str
+    document: str
     sentence: str
     given: dict[str, Any]
     """Settings by path, in addition to an enabled configuration."""
     expected: Any
 
 
-def row(seed: str, sentence: str, expected: Any, **given: Any) -> Any:
+def row(document: str, sentence: str, expected: Any, **given: Any) -> Any:
     paths = {name.replace("__", "."): value for name, value in given.items()}
-    return pytest.param(Row(seed, sentence, paths, expected), id=f"{seed[:3]} {' '.join(given) or sentence[:30]}")
+    return pytest.param(Row(document, sentence, paths, expected), id=f"{document} {' '.join(given) or sentence[:30]}")
 
 
 def container(given: dict[str, Any] | None = None, **sections: Any) -> ConfigContainer:
@@ -413,7 +413,7 @@ def test_every_refused_setting_has_a_row() -> None:
 
 
 def test_fsdp2_alone_is_left_to_torch() -> None:
-    """000_d7581895cb557a73.txt: "Does not require `fsdp_dtensor` checkpoint format"."""
+    """Megatron Bridge: Megatron FSDP: "Does not require `fsdp_dtensor` checkpoint format"."""
     config = ConfigContainer(
         dist=DistributedInitConfig(use_torch_fsdp2=True, use_tp_pp_dp_mapping=True),
         ddp=DistributedDataParallelConfig(average_in_collective=True),
@@ -427,7 +427,7 @@ def test_fsdp2_alone_is_left_to_torch() -> None:
 
 
 def test_moving_from_ddp() -> None:
-    """000_d7581895cb557a73.txt, "Migration from DDP": the steps, one by one. Errors come in the order of the steps."""
+    """Megatron Bridge: Megatron FSDP, "Migration from DDP": the steps, one by one. Errors come in the order of the steps."""
     config = ConfigContainer(
         dist=DistributedInitConfig(use_tp_pp_dp_mapping=True),
         ddp=DistributedDataParallelConfig(average_in_collective=True, reuse_grad_buf_for_mxfp8_param_ag=True),
@@ -460,7 +460,7 @@ def test_moving_from_ddp() -> None:
 
 @pytest.mark.parametrize(("value", "warns"), [("1", True), ("8", False), (None, False)])
 def test_one_hardware_queue(value: str | None, warns: bool, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
-    """002_b9eb7ae366992da6.txt: "To ensure full parallelization of FSDP communication and computation, disable the
+    """Megatron-FSDP User Guide: "To ensure full parallelization of FSDP communication and computation, disable the
     CUDA_DEVICE_MAX_CONNECTIONS environment variable. ... (But it may slow down TP and CP to some extent.)" """
     if value is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
@@ -486,7 +486,7 @@ def test_settings_that_nobody_here_knows() -> None:
 
 
 class FlagRow(NamedTuple):
-    seed: str
+    document: str
     flags: str
     path: str
     value: Any
@@ -510,9 +510,14 @@ FLAGS = [
     FlagRow(CORE, "--use-megatron-fsdp", "ddp.use_megatron_fsdp", True, {}, {}),
     *(
         FlagRow(
-            seed, f"--data-parallel-sharding-strategy {name}", "ddp.data_parallel_sharding_strategy", name, of, without
+            document,
+            f"--data-parallel-sharding-strategy {name}",
+            "ddp.data_parallel_sharding_strategy",
+            name,
+            of,
+            without,
         )
-        for seed, name in (
+        for document, name in (
             (GUIDE, "optim_grads_params"),
             (README, "optim_grads"),
             (README, "optim"),
@@ -697,6 +702,14 @@ FLAGS = [
     FlagRow(REFERENCE, "--use-sharp", "dist.use_sharp", True, {}, {}),
     FlagRow(REFERENCE, "--sharp-enabled-group dp_replica", "dist.sharp_enabled_group", "dp_replica", {}, {}),
     FlagRow(REFERENCE, "--megatron-fsdp-version 2", "ddp.megatron_fsdp_version", 2, {}, {}),
+    FlagRow(
+        GUIDE,
+        "--dump-param-to-param-group-map /path/to/param_to_param_group_map",
+        "checkpoint.dump_param_to_param_group_map",
+        "/path/to/param_to_param_group_map",
+        {},
+        {},
+    ),
 ]
 
 
@@ -708,7 +721,7 @@ def arguments_of(config: ConfigContainer) -> dict[str, Any]:
     return sharding_arguments(config.model, config.ddp)
 
 
-@pytest.mark.parametrize("row", [pytest.param(each, id=f"{each.seed[:3]} {each.flags}") for each in FLAGS])
+@pytest.mark.parametrize("row", [pytest.param(each, id=f"{each.document} {each.flags}") for each in FLAGS])
 def test_flags(row: FlagRow) -> None:
     first = row.flags.split()[0]
     others = " ".join(part for part in re.split(r" (?=--)", REQUIRED) if part.split()[0] != first)
@@ -737,7 +750,7 @@ def test_every_flag_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "flags", "says"),
+    ("document", "flags", "says"),
     [
         (BRIDGE, "--use-torch-fsdp2", "use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported"),
         (BRIDGE, "--use-tp-pp-dp-mapping", "use_tp_pp_dp_mapping is not supported with Megatron FSDP"),
@@ -750,13 +763,13 @@ def test_every_flag_has_a_row() -> None:
         (REFERENCE, "--cuda-graph-impl local", "captures single layers"),
     ],
 )
-def test_refused_flags(seed: str, flags: str, says: str) -> None:
+def test_refused_flags(document: str, flags: str, says: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=says):
         config_from_arguments(parsed(f"{REQUIRED} {flags}"))
 
 
 def test_the_guides_command_lines(logged: list[str]) -> None:
-    """002_b9eb7ae366992da6.txt, "Required Configurations" and "Recommended Configurations"; 004_5bd2db1564753652.txt, "Add these
+    """Megatron-FSDP User Guide, "Required Configurations" and "Recommended Configurations"; Megatron Core: Megatron FSDP, "Add these
     flags to enable MCore custom FSDP": the command lines work unchanged, and nothing is adjusted."""
     recommended = "--calculate-per-token-loss --init-model-with-meta-device --grad-reduce-in-bf16 --fsdp-double-buffer --use-nccl-ub"
     for flags in (REQUIRED, f"{REQUIRED} --ckpt-format fsdp_dtensor", f"{REQUIRED} {recommended}"):
@@ -822,7 +835,7 @@ def test_dtypes_that_contradict(settings: dict[str, Any], says: str) -> None:
 
 
 def test_fp32_weights() -> None:
-    """001_f5cca1a18de992df.txt: "`preserve_fp32_weights` will preserve a `FP32` precision version of model parameters utilized for
+    """megatron-fsdp: README: "`preserve_fp32_weights` will preserve a `FP32` precision version of model parameters utilized for
     optimization. Defaults to `True`"."""
     for preserved, dtype in ((True, F32), (False, None)):
         ddp = DistributedDataParallelConfig(preserve_fp32_weights=preserved)
@@ -890,7 +903,7 @@ def wrapped(model: nn.Module | None = None, **given: Any) -> FullyShardedDataPar
 
 @pytest.mark.usefixtures("fake_world")
 def test_orders_of_arguments() -> None:
-    """004_5bd2db1564753652.txt: ``FullyShardedDataParallel(transformer_config, model, ddp_config, fsdp_unit_modules=...)``;
+    """Megatron Core: Megatron FSDP: ``FullyShardedDataParallel(transformer_config, model, ddp_config, fsdp_unit_modules=...)``;
     Megatron-LM: ``(config, ddp_config, module, ...)``."""
     model, ddp = parity.build(zoo.Plain), settings()
     for arguments in ((CONFIG, ddp, copy.deepcopy(model)), (CONFIG, copy.deepcopy(model), ddp)):
@@ -911,7 +924,7 @@ def test_orders_of_arguments() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_units() -> None:
-    """004_5bd2db1564753652.txt: "You can configure which modules should be treated as FSDP units through the fsdp_unit_modules
+    """Megatron Core: Megatron FSDP: "You can configure which modules should be treated as FSDP units through the fsdp_unit_modules
     argument. This configuration is mandatory." Here the layers of a transformer are found automatically."""
     sharded = FullyShardedDataParallel(CONFIG, settings(), parity.build(zoo.Plain), disable_bucketing=True)
     assert [unit.name for unit in sharded.sharded.eager.units if not unit.is_root] == [f"blocks.{i}" for i in range(3)]
@@ -954,16 +967,21 @@ def test_wrapping_that_is_refused() -> None:
     )
     refused(TypeError, "pg_collection and a device mesh", device_mesh=mesh, pg_collection=SimpleNamespace())
     refused(ValueError, "pg_collection.dp_cp is None", pg_collection=SimpleNamespace())
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        refused(ValueError, f"{name} is 2.*Pass pg_collection", config=SimpleNamespace(**{name: 2}))
+    refused(
+        ValueError, "4 ranks cannot be divided by tensor_model", config=TransformerConfig(tensor_model_parallel_size=3)
+    )
+    refused(ValueError, "4 ranks cannot be divided by.*context", config=TransformerConfig(context_parallel_size=8))
+    refused(ValueError, "expert_model_parallel_size=3 must", config=TransformerConfig(expert_model_parallel_size=3))
+    both = TransformerConfig(expert_model_parallel_size=2, tensor_model_parallel_size=2)
+    refused(ValueError, "which ranks share an expert.*Pass pg_collection", config=both)
     experts = parity.build(zoo.Plain)
     experts.head.weight.allreduce = False
-    # 004_5bd2db1564753652.txt: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based
+    # Megatron Core: Megatron FSDP: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based
     # on parameter markings."
     refused(ValueError, "'head.weight' has allreduce=False.*expt_device_mesh", model=experts)
     duck = SimpleNamespace(data_parallel_sharding_strategy="optim")  # no other attributes, and none is added
     model = FullyShardedDataParallel(SimpleNamespace(), duck, parity.build(zoo.Plain))
-    assert model.get_distributed_index().strategy is ShardingStrategy.OPTIM
+    assert model.sharded.topology.strategy is ShardingStrategy.OPTIM
     assert vars(duck) == {"data_parallel_sharding_strategy": "optim"}
 
 
@@ -973,7 +991,7 @@ def test_adjustments_are_made_to_copies() -> None:
     model = FullyShardedDataParallel(CONFIG, ddp, parity.build(zoo.Plain), check_values=False)
     assert ddp.average_in_collective
     assert {bucket.plan.reduce_op for bucket in model.sharded.buckets} == {"sum"}
-    assert str(model.get_distributed_index()) == "HSDP, optim_grads_params over 2 x 2 ranks"
+    assert str(model.sharded.topology) == "HSDP, optim_grads_params over 2 x 2 ranks"
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -1040,7 +1058,7 @@ def batches_of(step: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_the_example_of_megatron_core(mode: str) -> None:
-    """004_5bd2db1564753652.txt, "The Custom FSDP Interface": the example runs, with other class names.
+    """Megatron Core: Megatron FSDP, "The Custom FSDP Interface": the example runs, with other class names.
 
     Its numbers are those of fully_shard_model, before and after a checkpoint.
     """
@@ -1104,7 +1122,7 @@ def test_the_example_of_megatron_core(mode: str) -> None:
 
 @on_ranks(2)
 def test_models_on_the_meta_device() -> None:
-    """004_5bd2db1564753652.txt, "Initializing Models on the Meta Device", and "ensure they implement the reset_parameters API"."""
+    """Megatron Core: Megatron FSDP, "Initializing Models on the Meta Device", and "ensure they implement the reset_parameters API"."""
     with torch.device("meta"):
         model = zoo.Plain()
     torch.manual_seed(3)
@@ -1129,7 +1147,7 @@ def test_models_on_the_meta_device() -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_megatrons_training_loop(strategy: str) -> None:
-    """002_b9eb7ae366992da6.txt, "Add `--calculate-per-token-loss`", and what Megatron's schedule does with the model.
+    """Megatron-FSDP User Guide, "Add `--calculate-per-token-loss`", and what Megatron's schedule does with the model.
 
     Losses are sums over tokens. Reduced gradients are divided by the number of tokens of all ranks and microbatches.
     """
@@ -1199,7 +1217,7 @@ def test_process_groups_of_megatron() -> None:
     (sum(whole(part) for part in data) / 4).backward()
 
     def check(model: FullyShardedDataParallel, what: str) -> None:
-        assert str(model.get_distributed_index()) == what
+        assert str(model.sharded.topology) == what
         model(data[rank]).backward()
         model.finish_grad_sync()
         for name, param in model.module.named_parameters():
@@ -1218,8 +1236,8 @@ def test_process_groups_of_megatron() -> None:
         "HFSDP, optim_grads_params over 2 x 2 ranks",
     )
     tensor_parallel = sharded(SimpleNamespace(dp_cp=odd_even, tp=pairs))
-    assert str(tensor_parallel.get_distributed_index()) == "optim_grads_params over 2 ranks"
-    assert tensor_parallel.get_distributed_index().mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
+    assert str(tensor_parallel.sharded.topology) == "optim_grads_params over 2 ranks"
+    assert tensor_parallel.sharded.topology.mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
 
     expert = parity.build(zoo.Plain)
     for param in expert.blocks.parameters():

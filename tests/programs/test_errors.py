@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
-from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import (
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from mfsdp_compile.runtime.ranks import agreement
 
 MODES = [EAGER, AOT_EAGER]
@@ -143,13 +150,15 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], matc
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_the_wrapper_shards_nothing() -> None:
+def test_the_wrapper_takes_an_index_of_ranks() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    for given in ((zoo.Plain(), mesh), (zoo.Plain(),), (mesh, zoo.Plain())):
-        with pytest.raises(TypeError, match=r"MegatronFSDP.*fully_shard_model\(module.*dist_index"):
+    for given in ((zoo.Plain(), mesh), (mesh, zoo.Plain())):
+        with pytest.raises(TypeError, match=r"MegatronFSDP takes.*FSDPDistributedIndex.*fully_shard_model\(module"):
             MegatronFSDP(*given)
-    with pytest.raises(TypeError, match="does not shard a module itself"):
-        MegatronFSDP(zoo.Plain(), dist_index=mesh)
+    with pytest.raises(TypeError, match="dist_index"):
+        MegatronFSDP(zoo.Plain())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got a DeviceMesh"):
+        MegatronFSDP(mesh, FSDPDistributedIndex(mesh))
 
 
 def test_precision_policy_checks_its_fields() -> None:

@@ -19,7 +19,7 @@ from pool import on_ranks, shared_folder
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MixedPrecisionPolicy
+from mfsdp_compile import MixedPrecisionPolicy, megatron
 from mfsdp_compile.runtime import compat
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
@@ -225,6 +225,33 @@ def test_checkpoints(recipe: str) -> None:
         other.load_state_dict(loaded["model"])
     resumed = te_models.train_sharded(other, kind, recipe)
     assert (resumed.losses, resumed.distance(went_on)) == (went_on.losses, 0)
+
+
+@on_ranks(2)
+def test_checkpoints_of_megatron() -> None:
+    """They have no ``_extra_state``: neither is it saved, nor asked for."""
+    config = megatron.DistributedDataParallelConfig(use_megatron_fsdp=True)
+    models = [
+        megatron.FullyShardedDataParallel(
+            megatron.TransformerConfig(),
+            config,
+            te_models.build("LayerNormLinear"),
+            fsdp_unit_modules=[te_models.Block],
+        )
+        for _ in range(2)
+    ]
+    assert any(name.endswith("_extra_state") for name in models[0].state_dict())
+    state = models[0].sharded_state_dict()
+    assert not any(name.endswith("_extra_state") for name in state)
+    assert models[0].state_dict_for_save_checkpoint("a.").keys() == {f"a.{name}" for name in state}
+    folder = shared_folder()
+    dcp.save({"model": state}, checkpoint_id=folder)
+    loaded = {"model": models[1].sharded_state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    assert models[1].load_state_dict(loaded["model"]).missing_keys == []
+    state.pop(next(iter(state)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        models[1].load_state_dict(state)
 
 
 @on_ranks(2)
