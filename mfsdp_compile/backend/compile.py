@@ -623,6 +623,7 @@ def _compile_inner(
                 pipeline.tag_for_trial(trial.graph, record)
                 graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
                 phases = (Phase.FORWARD, Phase.BACKWARD)
+                pipeline.offload_saved_on_trial(*(gm.graph for gm in graphs), record, user_outputs)
                 pipeline.decide(
                     {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
                 )
@@ -630,6 +631,7 @@ def _compile_inner(
         forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
         if record is not None:
             pipeline.keep_portions(forward.graph, backward.graph, record)
+            pipeline.offload_saved(forward.graph, backward.graph, record)
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)
         return forward, backward

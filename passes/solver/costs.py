@@ -382,7 +382,13 @@ _OF_COLLECTIVES = (
     NodeKind.REDUCED,
     NodeKind.OFFLOAD,
 )
-_NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
+_NOTHING = (
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops.mfsdp.begin.default,
+    roles.OFFLOAD_SAVED,
+    roles.FETCH_SAVED,
+    roles.WAIT_SAVED,
+)
 
 
 def inlined(graph: fx.Graph) -> set[fx.Node]:

@@ -304,6 +304,10 @@ class _Reader:
             category, bucket = Category.GRADIENTS, kernel.finishes
         if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_stored_nowhere(node)):
             size = 0
+        if node.target is roles.OFFLOAD_SAVED:  # in host memory
+            size = 0
+        if node.target is roles.FETCH_SAVED:
+            category = Category.SAVED
         begin = self.place[node]
         if node.target is _PACK and self.costs.fused:
             begin = min([begin, *(self.place[g] for g in self._packed_in_place(node))])
