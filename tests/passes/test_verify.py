@@ -45,6 +45,7 @@ from mfsdp_compile.runtime import compat
 
 EXAMPLES = 8
 """Mutants of each kind."""
+OFFLOADED = {"activation_offload": True, "activation_offload_least": 1}
 KEEPS_NOTHING = {"keep_last": False}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
@@ -155,6 +156,8 @@ def graphs() -> list[Scheduled]:
                 buffers=True,
                 reshard_after_forward=2,
             ),
+            *captured("saved values in host memory", zoo.Plain, "optim_grads_params", **OFFLOADED),
+            *captured("saved values in host memory, regions", zoo.Plain, "optim_grads_params", regions=True, **OFFLOADED),
             *captured("quantized", zoo.Plain, "optim_grads_params", BF16, policy=QUANTIZED),
             *captured(
                 "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
