@@ -180,7 +180,10 @@ def _examine(forward: fx.Graph, context: Context, user_outputs: int) -> list[_Va
 
 def _is_dense(value: Tensor) -> bool:
     """Whether the elements of a tensor fill their memory without gaps, and none is in it twice."""
-    sizes = [(compat.concrete(stride), compat.concrete(size)) for stride, size in zip(value.stride(), value.shape, strict=True)]
+    sizes = [
+        (compat.concrete(stride), compat.concrete(size))
+        for stride, size in zip(value.stride(), value.shape, strict=True)
+    ]
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):
         if stride != expected:

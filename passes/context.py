@@ -81,7 +81,13 @@ class SchedulePolicy:
     activation_offload_least: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "prefetch_bytes", "reductions_in_flight", "reduction_bytes", "activation_offload_least"):
+        for name in (
+            "prefetch",
+            "prefetch_bytes",
+            "reductions_in_flight",
+            "reduction_bytes",
+            "activation_offload_least",
+        ):
             value = getattr(self, name)
             if name == "prefetch" and value == "auto":
                 continue

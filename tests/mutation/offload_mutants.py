@@ -53,15 +53,15 @@ OFFLOAD = (
     Mutant(
         "passes/verifier/rules.py",
         "saved values may be read before they are fetched",
-        "            if user not in waits and (order[user] < until or (not is_fetch and user.op != \"output\")):\n",
+        '            if user not in waits and (order[user] < until or (not is_fetch and user.op != "output")):\n',
         "            if False:\n",
         REJECTED,
     ),
     Mutant(
         "passes/verifier/rules.py",
         "copies of saved values need not be awaited once",
-        "        if len(waits) != 1:\n            yield f\"the copy",
-        "        if False:\n            yield f\"the copy",
+        '        if len(waits) != 1:\n            yield f"the copy',
+        '        if False:\n            yield f"the copy',
         REJECTED,
     ),
     Mutant(

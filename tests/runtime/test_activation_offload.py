@@ -168,3 +168,13 @@ def test_choice() -> None:
 def test_refusals(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         CompileOptions.of(options, None)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_refused_for_cuda_graphs() -> None:
+    """The model stays usable."""
+    model, call = shard(build(zoo.Plain), AOT_EAGER, sharding={"cuda_graph_mode": True}, **OFFLOADED)
+    with pytest.raises(Exception, match=r"options\['activation_offload'\] copies saved values"):
+        call(torch.randn(6, 8))
+    model(torch.randn(6, 8)).backward()
+    torch.compiler.reset()
