@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -35,7 +36,8 @@ from mfsdp_compile.runtime import compat
 from . import roles
 from .context import Context, Report, role_of
 from .phase import Phase
-from .solver.costs import is_alias, readers
+from .solver.costs import CostModel, is_alias, readers
+from .solver.flow import flow_of
 
 __all__ = ["apply", "place"]
 
@@ -47,7 +49,7 @@ class _Value:
     Args:
         node: The value, among forward's outputs.
         bytes: Its size.
-        why_not: Why it stays on the device; empty: it may be offloaded.
+        why_not: Why it stays on the device; empty: it may be offloaded, or is.
     """
 
     node: fx.Node
@@ -55,27 +57,24 @@ class _Value:
     why_not: str = ""
 
 
-def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> Report:
+def apply(
+    forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int, costs: CostModel | None
+) -> Report:
     """Insert copies of saved values. This changes two graphs at once, as :mod:`.portions` does.
 
     Args:
         user_outputs: Number of outputs of the forward graph before those that are saved for backward.
+        costs: Costs on the machine. Only ``"auto"`` needs them.
     """
     for graph in (forward, backward):
         roles.assign(graph)
-    policy = context.policy
-    wanted = policy.activation_offload if policy.activation_offload is not True else None
-    values = _examine(forward, context, user_outputs)
-    lines: list[str] = []
-    done = 0
-    for value in values:
-        if value.why_not:
-            continue
-        if wanted is not None and done >= wanted:
-            break
-        _offload(value.node, backward, len(lines), user_outputs)
+    values = _choose(_examine(forward, context, user_outputs), forward, context, user_outputs, costs)
+    chosen = [value for value in values if not value.why_not]
+    lines = []
+    for number, value in enumerate(chosen):
+        _offload(value.node, backward, number, user_outputs)
         lines.append(f"{value.node.name}: {value.bytes:,} B in host memory from forward to backward")
-        done += value.bytes
+    done = sum(value.bytes for value in chosen)
     stay: dict[str, int] = {}
     for value in values:
         if value.why_not:
@@ -176,6 +175,45 @@ def _examine(forward: fx.Graph, context: Context, user_outputs: int) -> list[_Va
             why_not = ""
         found.append(_Value(node, size, why_not))
     return found
+
+
+def _choose(
+    values: list[_Value], forward: fx.Graph, context: Context, user_outputs: int, costs: CostModel | None
+) -> list[_Value]:
+    """Return the values with a reason for those that may be offloaded and are not to be."""
+    wanted = context.policy.activation_offload
+    possible = [value for value in values if not value.why_not]
+    why_not = dict.fromkeys(possible, "")
+    if wanted == "auto":
+        assert costs is not None
+        for copied, seconds in _by_time(possible, forward, context, user_outputs, costs):
+            left = seconds
+            for value in sorted(copied, key=lambda value: -value.bytes):
+                left -= (needed := costs.host_copy(value.bytes))
+                if left < 0:
+                    left += needed
+                    why_not[value] = "no time for a copy while the next unit computes"
+    elif wanted is not True:
+        done = 0
+        for value in possible:
+            why_not[value] = "" if done < wanted else "more than is asked for"
+            done += value.bytes if done < wanted else 0
+    return [replace(value, why_not=value.why_not or why_not[value]) for value in values]
+
+
+def _by_time(
+    values: list[_Value], forward: fx.Graph, context: Context, user_outputs: int, costs: CostModel
+) -> Iterator[tuple[list[_Value], float]]:
+    """Yield the values that each unit computes, with the seconds that the next unit computes for."""
+    flow = flow_of(forward, context, costs, user_outputs=user_outputs)
+    place = {node: float(position) for position, node in enumerate(forward.nodes)}
+    turns = [place[node] for node in _turns(forward, context)]
+    seconds = [0.0] * (len(turns) + 1)
+    for kernel, needed in zip(flow.kernels, flow.seconds, strict=True):
+        seconds[bisect_right(turns, kernel.place)] += needed
+    for turn in range(len(turns) + 1):
+        of_turn = [value for value in values if bisect_right(turns, place[value.node]) == turn]
+        yield of_turn, seconds[min(turn + 1, len(turns))]
 
 
 def _is_dense(value: Tensor) -> bool:

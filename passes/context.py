@@ -62,8 +62,9 @@ class SchedulePolicy:
         keep_last: Whether a graph that holds the whole model keeps the bucket that forward uses last for the backward,
             which needs it first.
         activation_offload: Values saved for backward that a compiled graph keeps in host memory between forward and
-            backward: True: all that are worth a copy; a number: of these, the ones that are saved first, until they are
-            that many bytes together; False: none. See :mod:`.activations`.
+            backward: True: all that are worth a copy; ``"auto"``: of these, the largest of each unit that can be copied in
+            the time of the next one; a number: the ones that are saved first, until they are that many bytes together;
+            False: none. See :mod:`.activations`.
         activation_offload_least: Values of fewer bytes stay on the device.
         budget_reserve: Fraction of the budget left free for memory that a prediction does not see: kernel workspaces
             and allocator rounding.
@@ -77,7 +78,7 @@ class SchedulePolicy:
     reduction_bytes: int = 8 << 30
     keep_last: bool = True
     budget_reserve: float = 0.01
-    activation_offload: bool | int = False
+    activation_offload: bool | int | Literal["auto"] = False
     activation_offload_least: int = 1 << 20
 
     def __post_init__(self) -> None:
@@ -109,11 +110,11 @@ class SchedulePolicy:
                 stacklevel=4,
             )
             object.__setattr__(self, "reshard_after_forward", False)
-        if not isinstance(self.activation_offload, int):
+        if not isinstance(self.activation_offload, int) and self.activation_offload != "auto":
             raise TypeError(
-                f"activation_offload takes True, False or a number of bytes, got {self.activation_offload!r}"
+                f"activation_offload takes True, False, 'auto' or a number of bytes, got {self.activation_offload!r}"
             )
-        if self.activation_offload < 0:
+        if self.activation_offload != "auto" and self.activation_offload < 0:
             raise ValueError(f"activation_offload cannot be negative, got {self.activation_offload}")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")

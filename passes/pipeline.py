@@ -259,16 +259,20 @@ def offload_saved(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) 
     """
     if record.context.policy.activation_offload:
         begun = time.perf_counter()
-        report = activations.apply(forward, backward, record.context, record.user_outputs)
+        report = activations.apply(forward, backward, record.context, record.user_outputs, _costs(record))
         record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
 
 
 def offload_saved_on_trial(forward: fx.Graph, backward: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
     """Like :func:`offload_saved`, for graphs that only serve :func:`decide`, with the copies in their places."""
     if record.context.policy.activation_offload:
-        activations.apply(forward, backward, record.context, user_outputs)
+        activations.apply(forward, backward, record.context, user_outputs, _costs(record))
         activations.place(forward, record.context, Phase.FORWARD)
         activations.place(backward, record.context, Phase.BACKWARD)
+
+
+def _costs(record: CompileRecord) -> CostModel | None:
+    return record.prediction.costs if record.prediction is not None else None
 
 
 def needs_decisions(record: CompileRecord) -> bool:

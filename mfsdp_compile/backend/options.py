@@ -138,7 +138,7 @@ class CompileOptions:
             numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
             numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
         for name in ("activation_offload", "activation_offload_least"):
-            if isinstance(value := numbers.get(name), str):
+            if isinstance(value := numbers.get(name), str) and value != "auto":
                 numbers[name] = parse_bytes(value, f"options['{name}']")
         schedule = SchedulePolicy(**numbers)
         _refuse_idle(schedule, numbers)

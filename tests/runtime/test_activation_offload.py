@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.runtime.memory import host
 
 OFFLOADED: dict[str, Any] = {"activation_offload": True, "activation_offload_least": 1}
@@ -156,11 +158,30 @@ def test_choice() -> None:
     assert not _lines(record, Phase.JOINT)
 
 
+@pytest.mark.usefixtures("fake_world")
+def test_auto() -> None:
+    """As much as the link carries in the time of a unit: everything over a fast one, nothing over a slow one."""
+    base = hardware("cpu")
+
+    def offloaded(bandwidth: float) -> tuple[int, str]:
+        machine = replace(base, host_link=Link(bandwidth, 0.0))
+        _, record = _graphs(activation_offload="auto", activation_offload_least=1, hardware=machine)
+        lines = _lines(record, Phase.JOINT)
+        return int(lines[0].split()[0].replace(",", "")), "\n".join(lines)
+
+    everything, _ = offloaded(1e15)
+    some, lines = offloaded(20e6)
+    assert "no time for a copy while the next unit computes" in lines
+    assert everything == 4320
+    assert 0 < some < everything
+    assert offloaded(1.0)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"activation_offload": "all"}, ValueError, r"options\['activation_offload'\] takes bytes"),
-        ({"activation_offload": 0.5}, TypeError, "takes True, False or a number of bytes, got 0.5"),
+        ({"activation_offload": 0.5}, TypeError, "takes True, False, 'auto' or a number of bytes, got 0.5"),
         ({"activation_offload": -1}, ValueError, "activation_offload cannot be negative, got -1"),
         ({"activation_offload_least": 1}, ValueError, "activation_offload'] is not given"),
     ],
