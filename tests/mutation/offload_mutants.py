@@ -11,8 +11,8 @@ OFFLOAD = (
     Mutant(
         "runtime/memory/host.py",
         "both arenas are the same memory on a CPU",
-        "        return allocate().copy_(source)\n",
-        "        return source\n",
+        "        return allocate().copy_(source)\n    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)\n    if",
+        "        return source\n    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)\n    if",
         ("runtime/test_offload.py -k test_copies",),
     ),
     Mutant(
