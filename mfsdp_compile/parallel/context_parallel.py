@@ -12,8 +12,16 @@ tokens, and the mean over all these ranks is the mean over all tokens::
     loss = model(tokens, targets, positions=context.positions(length))      # rotary, or learned, positions
 
 Where the model would call ``scaled_dot_product_attention(q, k, v, is_causal=True)``, it calls
-``context.attention(q, k, v, is_causal=True)`` instead. One collective gathers the keys and values of all ranks; its
-backward is one reduce-scatter. Both are nodes of a compiled graph.
+``context.attention(q, k, v, is_causal=True)`` instead. Keys and values reach the other ranks in one of two ways, which
+have the names of ``set_rotate_method`` in torch's own context parallelism:
+
+``"allgather"``
+    One collective gathers the keys and values of all ranks. Its backward is one reduce-scatter.
+``"alltoall"``
+    Ring attention (:mod:`.ring_attention`): keys and values travel from neighbor to neighbor, while each rank computes
+    with those it has.
+
+All collectives are nodes of a compiled graph.
 
 Balance
     In a causal sequence, the last rank's queries would see all keys and the first rank's almost none. Therefore the
@@ -23,8 +31,9 @@ Balance
         4 ranks, 8 chunks        rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 
 Memory
-    Whatever saves the inputs of attention for backward saves the gathered keys and values of the whole sequence. If
-    that is too much, checkpoint the layer, or the attention alone: backward then gathers again.
+    With ``"allgather"``, whatever saves the inputs of attention for backward saves the gathered keys and values of the
+    whole sequence. If that is too much, checkpoint the layer, or the attention alone: backward then gathers again. With
+    ``"alltoall"``, a rank saves only its own, and has those of two ranks at a time while it computes.
 """
 
 from __future__ import annotations
@@ -38,8 +47,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
 from ..runtime import differentiable_collectives
+from .ring_attention import Ring, ring_attention
 
 __all__ = ["ContextParallel"]
+
+ROTATE_METHODS = ("allgather", "alltoall")
 
 
 class ContextParallel:
@@ -49,17 +61,25 @@ class ContextParallel:
         mesh: A mesh with one dimension, such as ``mesh["cp"]``.
         balanced: Give each rank one chunk from the front of a sequence and one from the back, so that causal attention
             is the same work for all ranks. If False, each rank gets one chunk, in order.
+        rotate_method: How keys and values reach other ranks: ``"allgather"``, all at once, or ``"alltoall"``, around a
+            ring. All ranks must use the same.
 
     Raises:
-        ValueError: If the mesh has several dimensions.
+        ValueError: If the mesh has several dimensions, or there is no such method.
     """
 
-    def __init__(self, mesh: DeviceMesh, balanced: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh, balanced: bool = True, rotate_method: str = "allgather") -> None:
         if mesh.ndim != 1:
             raise ValueError(
                 f"ContextParallel takes one mesh dimension, got a mesh of {mesh.ndim}, {mesh.mesh_dim_names}. Pass "
                 "the dimension that sequences are split over: mesh['cp']."
             )
+        if rotate_method not in ROTATE_METHODS:
+            raise ValueError(
+                f"rotate_method={rotate_method!r}: ContextParallel has 'allgather', which gathers keys and values, and "
+                "'alltoall', which is ring attention."
+            )
+        self.rotate_method = rotate_method
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.balanced = balanced
@@ -123,6 +143,8 @@ class ContextParallel:
         Raises:
             RuntimeError: If compiled code encounters a length that :meth:`shard` or :meth:`positions` have not seen.
             ValueError: If the shapes do not fit together.
+            NotImplementedError: If ring attention gets something that flash attention does not compute: dropout, values
+                of another width than keys, or float32 on another device than the CPU.
         """
         if key.shape[:-1] != value.shape[:-1] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
             raise ValueError(
@@ -130,6 +152,10 @@ class ContextParallel:
                 f"{tuple(value.shape)}; it takes [batch, heads, length, width] of equal lengths, with heads of keys and "
                 "values that divide those of queries. Attention to another sequence needs no context parallelism."
             )
+        if self.rotate_method == "alltoall":
+            self._check_for_ring(query, key, value, dropout_p)
+            ring = Ring(self.rank, self.size, self._group, self.balanced, is_causal, scale)
+            return ring_attention(query, key, value, ring)
         widths = [key.shape[-1], value.shape[-1]]
         parts = torch.cat([key, value], -1).movedim(2, 0)  # one collective for both
         whole = self._in_order(parts) if is_causal else differentiable_collectives.gather(parts, self.size, self._group)
@@ -150,6 +176,21 @@ class ContextParallel:
         return torch.cat(outputs, 2)
 
     # -- details ------------------------------------------------------------------------------------------------------
+
+    def _check_for_ring(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
+        why = ""
+        if dropout_p:
+            why = f"dropout_p={dropout_p}, but backward could not repeat what each rank dropped"
+        elif not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            widths = [x.shape[-1] for x in (query, key, value)]
+            why = f"queries, keys and values of widths {widths}, but flash attention takes equal ones"
+        elif query.device.type != "cpu" and query.dtype not in (torch.float16, torch.bfloat16):
+            why = f"{query.dtype}, but flash attention takes torch.bfloat16 and torch.float16 on {query.device.type}"
+        if why:
+            raise NotImplementedError(
+                f"Ring attention (rotate_method='alltoall') got {why}. Use ContextParallel(mesh, "
+                "rotate_method='allgather') here."
+            )
 
     def _count(self, length: int) -> int:
         count = self.size * len(self.chunks)

@@ -17,6 +17,7 @@ from .version import *
 
 try:
     from .aot import *
+    from .attention import *
     from .autograd import *
     from .checkpoint import *
     from .dispatch import *

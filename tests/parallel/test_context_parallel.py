@@ -69,9 +69,11 @@ def assert_close(model: nn.Module, alone: nn.Module) -> None:
         assert difference <= 1e-5 * expected.abs().max().item(), f"{name}: {difference}"
 
 
-def train(mode: str, checkpointed: bool, balanced: bool = True, steps: int = 3, **sharding: Any) -> None:
+def train(
+    mode: str, checkpointed: bool, balanced: bool = True, steps: int = 3, rotate: str = "allgather", **sharding: Any
+) -> None:
     mesh = sharding.pop("mesh", None) or mesh_of(2, 2)
-    context = ContextParallel(mesh["cp"], balanced)
+    context = ContextParallel(mesh["cp"], balanced, rotate)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = fully_shard_model(
@@ -126,6 +128,21 @@ def test_parts_in_order(mode: str) -> None:
 @on_ranks(4)
 def test_four_ranks_of_one_sequence() -> None:
     train(AOT_EAGER, checkpointed=False, steps=2, mesh=mesh_of(1, 4))
+
+
+@pytest.mark.parametrize(("mode", "balanced"), [(EAGER, True), (AOT_EAGER, True), (AOT_EAGER, False)])
+@on_ranks(4)
+def test_ring(mode: str, balanced: bool) -> None:
+    """Keys and values travel around a ring of four ranks."""
+    train(mode, checkpointed=False, balanced=balanced, steps=2, rotate="alltoall", mesh=mesh_of(1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@on_ranks(4)
+def test_ring_and_data(mode: str, checkpointed: bool) -> None:
+    train(mode, checkpointed, steps=2, rotate="alltoall")
 
 
 @on_ranks(4)
@@ -197,6 +214,30 @@ def test_attention(balanced: bool) -> None:
         torch.testing.assert_close(context.unshard(found, 2), expected)
         for part, x in zip(parts, whole, strict=True):
             torch.testing.assert_close(context.unshard(part.grad, 2), x.grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("balanced", [True, False])
+@on_ranks(4)
+def test_ring_attention(balanced: bool, ranks: int) -> None:
+    """Outputs and gradients are those of one process: to float64's tolerance, and to bfloat16's when that is sent."""
+    context = ContextParallel(mesh_of(4 // ranks, ranks)["cp"], balanced, rotate_method="alltoall")
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 4, 24, 8)]
+    q, k, v, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    # Blocks are rounded to bfloat16 once each, of relative size 2^-8, before they are merged in float32.
+    for dtype, limits in ((torch.float64, {}), (torch.bfloat16, {"rtol": 2**-6, "atol": 2**-5})):
+        for is_causal in (True, False):
+            whole = [x.to(dtype).double().clone().requires_grad_() for x in (q, k, v)]
+            expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal, scale=0.3, enable_gqa=True)
+            (expected * weight.to(dtype)).sum().backward()
+            parts = [context.shard(x.detach().to(dtype), 2).requires_grad_() for x in whole]
+            found = context.attention(*parts, is_causal=is_causal, scale=0.3)
+            assert found.dtype == dtype
+            (found * context.shard(weight.to(dtype), 2)).sum().backward()
+            torch.testing.assert_close(context.unshard(found.detach(), 2).double(), expected, **limits)
+            for part, x in zip(parts, whole, strict=True):
+                torch.testing.assert_close(context.unshard(part.grad, 2).double(), x.grad, **limits)
 
 
 @on_ranks(2)
@@ -340,6 +381,8 @@ def test_mistakes_are_explained() -> None:
         fully_shard_model(build(False), mesh, fsdp_unit_modules=[Block])
     with raises_everywhere(ValueError, "ContextParallel takes one mesh dimension", "mesh['cp']"):
         ContextParallel(mesh)
+    with raises_everywhere(ValueError, "rotate_method='p2p'", "'allgather'", "'alltoall'"):
+        ContextParallel(mesh["cp"], rotate_method="p2p")
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     if dist.get_rank() in (2, 3):
         with raises_everywhere(ValueError, "a device mesh that it is not part of", "[0, 1]"):
@@ -351,5 +394,10 @@ def test_mistakes_are_explained() -> None:
     q = torch.randn(1, 4, 4, 8)
     with raises_everywhere(ValueError, "of equal lengths"):
         context.attention(q, q[:, :, :2], q[:, :, :2], is_causal=True)
+    ring = ContextParallel(mesh["cp"], rotate_method="alltoall")
+    with raises_everywhere(NotImplementedError, "Ring attention", "dropout_p=0.1", "rotate_method='allgather'"):
+        ring.attention(q, q, q, dropout_p=0.1)
+    with raises_everywhere(NotImplementedError, "of widths [8, 8, 6]"):
+        ring.attention(q, q, q[..., :6])
     with raises_everywhere(RuntimeError, "is compiled for chunks of 2 tokens", "shard() or positions()"):
         torch.compile(lambda q: context.attention(q, q, q, is_causal=True), backend="eager", fullgraph=True)(q)
