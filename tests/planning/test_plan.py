@@ -428,17 +428,25 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--fine-grained", "--no-bucketing"):
-        assert main(["plan", "--model", "demo", "--world", "8", flag]) == 0
-    for scaling in ("rowwise", "tensorwise", "blockwise", "mxfp8"):
-        capsys.readouterr()
-        assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
-        assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
-    assert main(["plan", "--model", "demo", "--dtype", "float32", "--param-dtype", "bfloat16"]) == 0
-    assert "in torch.bfloat16, built in torch.float32," in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp4"]) == 0
-    assert "gathered in float4 (nvfp4)" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--fine-grained", "8 units"),
+        ("--no-bucketing", "8 units"),
+        ("--gather-fp8 rowwise", "gathered in float8 (rowwise)"),
+        ("--gather-fp8 tensorwise", "gathered in float8 (tensorwise)"),
+        ("--gather-fp8 blockwise", "gathered in float8 (blockwise)"),
+        ("--gather-fp8 mxfp8", "gathered in float8 (mxfp8)"),
+        ("--gather-fp4", "gathered in float4 (nvfp4)"),
+        ("--dtype float32 --param-dtype bfloat16", "in torch.bfloat16, built in torch.float32,"),
+    ],
+)
+def test_command_divides_units(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "demo", "--world", "8", *flags.split()]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_command_refuses_to_divide_and_join(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err
