@@ -210,7 +210,7 @@ def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_na
             "optimizer.state_dict()."
         )
     kind, step = type(optimizer), whole_step_of(optimizer)
-    twin: torch.optim.Optimizer = kind.__new__(kind)
+    twin: torch.optim.Optimizer = object.__new__(kind)
     memo[id(optimizer)] = twin
     twin.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
     extend(twin, by_name=by_name, whole=True)
