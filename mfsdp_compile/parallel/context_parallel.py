@@ -47,6 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
 from ..runtime import differentiable_collectives
+from ..runtime.ranks.agreement import agree
 from .ring_attention import Ring, ring_attention
 
 __all__ = ["ContextParallel"]
@@ -55,17 +56,18 @@ ROTATE_METHODS = ("allgather", "alltoall")
 
 
 class ContextParallel:
-    """Splits sequences over the ranks of a mesh dimension.
+    """Splits sequences over the ranks of a mesh dimension. All of them create it, with equal arguments.
 
     Args:
         mesh: A mesh with one dimension, such as ``mesh["cp"]``.
         balanced: Give each rank one chunk from the front of a sequence and one from the back, so that causal attention
             is the same work for all ranks. If False, each rank gets one chunk, in order.
         rotate_method: How keys and values reach other ranks: ``"allgather"``, all at once, or ``"alltoall"``, around a
-            ring. All ranks must use the same.
+            ring.
 
     Raises:
         ValueError: If the mesh has several dimensions, or there is no such method.
+        RuntimeError: If ranks differ in an argument.
     """
 
     def __init__(self, mesh: DeviceMesh, balanced: bool = True, rotate_method: str = "allgather") -> None:
@@ -79,6 +81,9 @@ class ContextParallel:
                 f"rotate_method={rotate_method!r}: ContextParallel has 'allgather', which gathers keys and values, and "
                 "'alltoall', which is ring attention."
             )
+        agree(
+            mesh.get_group(), "context parallelism", lambda: [f"balanced={balanced}, rotate_method={rotate_method!r}"]
+        )
         self.rotate_method = rotate_method
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()

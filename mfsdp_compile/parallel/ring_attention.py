@@ -59,7 +59,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-        batch, kv_heads, length, width = key.shape
+        length = key.shape[2]
         message = torch.stack([key, value])
         output = log_sum = None
         for step in range(ring.size):
@@ -78,7 +78,8 @@ class _RingFunction(torch.autograd.Function):
                 )
                 output, log_sum = _merged(output, log_sum, part, part_log_sum, rows)
             message = arriving if last else _received(arriving, message)
-        assert output is not None and log_sum is not None  # every query sees itself
+        assert output is not None  # every query sees itself
+        assert log_sum is not None
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.ring = ring

@@ -54,9 +54,7 @@ def partial_attention_backward(
             attention to *all* keys. The gradients of its parts then add up.
     """
     if query.device.type == "cpu":
-        found = _cpu_backward(
-            gradient, query, key, value, output, log_sum, 0.0, causal, attn_mask=None, scale=scale
-        )
+        found = _cpu_backward(gradient, query, key, value, output, log_sum, 0.0, causal, attn_mask=None, scale=scale)
         return found[0], found[1], found[2]
     # Without dropout, the state of the random number generator is not read.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)

@@ -220,24 +220,54 @@ def test_attention(balanced: bool) -> None:
 @pytest.mark.parametrize("balanced", [True, False])
 @on_ranks(4)
 def test_ring_attention(balanced: bool, ranks: int) -> None:
-    """Outputs and gradients are those of one process: to float64's tolerance, and to bfloat16's when that is sent."""
+    """Outputs and gradients are those of one process, and compiled code has the bits of eager code."""
     context = ContextParallel(mesh_of(4 // ranks, ranks)["cp"], balanced, rotate_method="alltoall")
+    compiled = torch.compile(context.attention, backend="aot_eager", fullgraph=True)
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 4, 24, 8)]
     q, k, v, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    # Blocks are rounded to bfloat16 once each, of relative size 2^-8, before they are merged in float32.
+    # Outputs are rounded to bfloat16 (2^-9 of each) in every block and once more when they are merged. Gradients are sums
+    # over up to 24 positions of products of values that were rounded like this, of size 1 to 4 here.
     for dtype, limits in ((torch.float64, {}), (torch.bfloat16, {"rtol": 2**-6, "atol": 2**-5})):
         for is_causal in (True, False):
             whole = [x.to(dtype).double().clone().requires_grad_() for x in (q, k, v)]
             expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal, scale=0.3, enable_gqa=True)
             (expected * weight.to(dtype)).sum().backward()
-            parts = [context.shard(x.detach().to(dtype), 2).requires_grad_() for x in whole]
-            found = context.attention(*parts, is_causal=is_causal, scale=0.3)
-            assert found.dtype == dtype
-            (found * context.shard(weight.to(dtype), 2)).sum().backward()
-            torch.testing.assert_close(context.unshard(found.detach(), 2).double(), expected, **limits)
-            for part, x in zip(parts, whole, strict=True):
-                torch.testing.assert_close(context.unshard(part.grad, 2).double(), x.grad, **limits)
+            results = []
+            for attention in (context.attention, compiled):
+                parts = [context.shard(x.detach().to(dtype), 2).requires_grad_() for x in whole]
+                found = attention(*parts, is_causal=is_causal, scale=0.3)
+                assert found.dtype == dtype
+                (found * context.shard(weight.to(dtype), 2)).sum().backward()
+                results.append([found.detach(), *(part.grad for part in parts)])
+            assert all(map(torch.equal, *results))
+            for part, x in zip(results[0], [expected, *(x.grad for x in whole)], strict=True):
+                torch.testing.assert_close(context.unshard(part, 2).double(), x.detach(), **limits)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_a_ring_saves_its_own_keys_and_values(mode: str) -> None:
+    """Saved for backward are a rank's queries, keys, values, output, and one float64 per row of scores.
+
+    The partitioner also saves the copy of the half of the queries that sees the keys of later ranks.
+    """
+    context = ContextParallel(mesh_of(1, 4)["cp"], rotate_method="alltoall")
+    attention = context.attention
+    if mode != EAGER:
+        attention = torch.compile(attention, backend=mode, fullgraph=True)
+    context.positions(32)
+    parts = [torch.randn(1, 2, 8, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attention(*parts, is_causal=True)
+    own, half = 8 * (4 * 2 * 8 * 8 + 2 * 8), 8 * 2 * 4 * 8
+    assert sum(saved.values()) <= own + (half if mode != EAGER else 0)
 
 
 @on_ranks(2)
@@ -383,6 +413,8 @@ def test_mistakes_are_explained() -> None:
         ContextParallel(mesh)
     with raises_everywhere(ValueError, "rotate_method='p2p'", "'allgather'", "'alltoall'"):
         ContextParallel(mesh["cp"], rotate_method="p2p")
+    with raises_everywhere(RuntimeError, "rotate_method='alltoall'", "rotate_method='allgather'"):
+        ContextParallel(mesh["cp"], rotate_method=("allgather", "alltoall")[mesh["cp"].get_local_rank()])
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     if dist.get_rank() in (2, 3):
         with raises_everywhere(ValueError, "a device mesh that it is not part of", "[0, 1]"):

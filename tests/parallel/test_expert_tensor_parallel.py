@@ -102,12 +102,17 @@ def test_training_of_one_process(shape: tuple[int, int, int]) -> None:
     found = []
     for mode in (EAGER, AOT_EAGER):
         model, alone = sharded(shape), Model(None)
-        call = model if mode == EAGER else torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+        call = (
+            model if mode == EAGER else torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+        )
         optimizers = [fully_shard_optimizer(parity.sgd(model.parameters())), parity.sgd(alone.parameters())]
         for step in range(2):
             data = batch(step)
-            call(data[dist.get_rank()]).backward()
-            torch.stack([alone(x) for x in data]).mean().backward()
+            loss = call(data[dist.get_rank()])
+            loss.backward()
+            expected = torch.stack([alone(x) for x in data])
+            expected.mean().backward()
+            torch.testing.assert_close(loss, expected[dist.get_rank()], rtol=1e-5, atol=0)
             norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, alone)]
             mine = norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0]
             torch.testing.assert_close(mine, norms[1], rtol=1e-5, atol=0)
