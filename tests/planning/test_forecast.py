@@ -17,10 +17,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from arenas import DEVICE, peaks
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fully_shard_model
+from mfsdp_compile import OptimizerOffloadPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import SchedulePolicy
@@ -61,12 +63,17 @@ def compiled(
     inner: str = "aot_eager",
     config: LlamaConfig = CONFIG,
     buffers: bool = False,
+    policy: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, Callable[[], Any]]:
     """Return a sharded model that has run twice, and a step without the optimizer's."""
     torch.manual_seed(0)
     model = fully_shard_model(
-        make(config), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, maxpool_double_buffer=buffers
+        make(config),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        maxpool_double_buffer=buffers,
+        offload_policy=policy,
     )
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
@@ -138,6 +145,18 @@ def test_memory_with_activation_offload(options: dict[str, Any]) -> None:
     predicted = forecast.predicted(model).peak_bytes
     assert abs(predicted / measured - 1) <= MEMORY_BOUND[options.get("inner", "aot_eager")], (predicted, measured)
     assert measured < (0.8 if not options.get("memory_budget") else 1) * PEAK_ON_DEVICE
+
+
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OptimizerOffloadPolicy()], ids=["all", "optimizer"])
+def test_memory_with_offloaded_parameters(policy: Any) -> None:
+    """What is in host memory is not predicted to be on the device, and copies on the way are."""
+    model, step = compiled(policy=policy)
+    record = model.sharded.compiled_graphs[-1]
+    resting = resting_memory(record.context.buckets, OptimizerCost(), record.context.other_bytes)
+    measured = peaks(step, offloads=True)[DEVICE] + sum(resting.values())
+    predicted = forecast.predicted(model).peak_bytes
+    assert abs(predicted / measured - 1) <= MEMORY_BOUND["aot_eager"], (predicted, measured)
+    assert predicted < default().predicted.peak_bytes
 
 
 @pytest.mark.parametrize(
