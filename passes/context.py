@@ -61,6 +61,11 @@ class SchedulePolicy:
             reductions started since exceed this.
         keep_last: Whether a graph that holds the whole model keeps the bucket that forward uses last for the backward,
             which needs it first.
+        activation_offload: Values saved for backward that a compiled graph keeps in host memory between forward and
+            backward: True: all that are worth a copy; ``"auto"``: of these, the largest of each unit that can be copied in
+            the time of the next one; a number: the ones that are saved first, until they are that many bytes together;
+            False: none. See :mod:`.activations`.
+        activation_offload_least: Values of fewer bytes stay on the device.
         budget_reserve: Fraction of the budget left free for memory that a prediction does not see: kernel workspaces
             and allocator rounding.
     """
@@ -73,9 +78,17 @@ class SchedulePolicy:
     reduction_bytes: int = 8 << 30
     keep_last: bool = True
     budget_reserve: float = 0.01
+    activation_offload: bool | int | Literal["auto"] = False
+    activation_offload_least: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "prefetch_bytes", "reductions_in_flight", "reduction_bytes"):
+        for name in (
+            "prefetch",
+            "prefetch_bytes",
+            "reductions_in_flight",
+            "reduction_bytes",
+            "activation_offload_least",
+        ):
             value = getattr(self, name)
             if name == "prefetch" and value == "auto":
                 continue
@@ -97,6 +110,12 @@ class SchedulePolicy:
                 stacklevel=4,
             )
             object.__setattr__(self, "reshard_after_forward", False)
+        if not isinstance(self.activation_offload, int) and self.activation_offload != "auto":
+            raise TypeError(
+                f"activation_offload takes True, False, 'auto' or a number of bytes, got {self.activation_offload!r}"
+            )
+        if self.activation_offload != "auto" and self.activation_offload < 0:
+            raise ValueError(f"activation_offload cannot be negative, got {self.activation_offload}")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
         if not 0 <= self.budget_reserve < 1:

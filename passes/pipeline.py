@@ -15,6 +15,7 @@ from torch import fx
 from mfsdp_compile.runtime import compat
 
 from . import (
+    activations,
     announce,
     comm_buffers,
     drop_unread,
@@ -59,6 +60,8 @@ __all__ = [
     "name_of",
     "needs_decisions",
     "note_contract",
+    "offload_saved",
+    "offload_saved_on_trial",
     "outlines_of",
     "prepare_joint",
     "rewrite_dynamo_graph",
@@ -180,15 +183,16 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     """Return the passes that run over a graph, in order.
 
     Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
-    reads. Between the joint graph and its two parts runs :mod:`.portions`. After them follow user passes, the verifier,
+    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow user passes, the verifier,
     and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
+    copies = [activations.place] if context.policy.activation_offload else []
     table: dict[Phase, list[Pass]] = {
         Phase.JOINT: [reshard.apply],
-        Phase.FORWARD: [schedule.apply, *own],
-        Phase.BACKWARD: [*widen, reduce.apply, schedule.apply, *own],
+        Phase.FORWARD: [schedule.apply, *own, *copies],
+        Phase.BACKWARD: [*widen, reduce.apply, schedule.apply, *own, *copies],
         Phase.INFERENCE: [schedule.apply, *own],
     }
     return table[phase]
@@ -246,6 +250,29 @@ def keep_portions(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) 
     report, kept = portions.apply(forward, backward, record.context, record.user_outputs)
     record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
     record.set_decisions(replace(record.decisions, portions=kept))
+
+
+def offload_saved(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) -> None:
+    """Let saved values be in host memory between forward and backward, if the policy asks for it.
+
+    Runs after the partition.
+    """
+    if record.context.policy.activation_offload:
+        begun = time.perf_counter()
+        report = activations.apply(forward, backward, record.context, record.user_outputs, _costs(record))
+        record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
+
+
+def offload_saved_on_trial(forward: fx.Graph, backward: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
+    """Like :func:`offload_saved`, for graphs that only serve :func:`decide`, with the copies in their places."""
+    if record.context.policy.activation_offload:
+        activations.apply(forward, backward, record.context, user_outputs, _costs(record))
+        activations.place(forward, record.context, Phase.FORWARD)
+        activations.place(backward, record.context, Phase.BACKWARD)
+
+
+def _costs(record: CompileRecord) -> CostModel | None:
+    return record.prediction.costs if record.prediction is not None else None
 
 
 def needs_decisions(record: CompileRecord) -> bool:

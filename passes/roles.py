@@ -231,6 +231,9 @@ _PACKING = torch.ops.mfsdp.pack_gradients.default
 PORTION = torch.ops.mfsdp.portion.default
 FETCH = torch.ops.mfsdp.fetch.default
 OFFLOAD = torch.ops.mfsdp.offload.default
+OFFLOAD_SAVED = torch.ops.mfsdp.offload_saved.default
+FETCH_SAVED = torch.ops.mfsdp.fetch_saved.default
+WAIT_SAVED = torch.ops.mfsdp.wait_saved.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
 """Operators that await a gather."""

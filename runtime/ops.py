@@ -27,6 +27,11 @@
     A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main dtype.
 ``offload(gradient, pins)``
     A copy of a reduced gradient in host memory. It may still be arriving: the runtime waits before it is read.
+``offload_saved(saved)``, ``fetch_saved(copy, device)``
+    Start a copy of a value that forward saves for backward to host memory, and back.
+``wait_saved(copy, source)``
+    Waits for such a copy. It is declared to write to the copy, so that compilers keep it before the readers, and it takes
+    the source, which thereby exists until the copy has been made.
 ``portion(whole, size, group)``
     A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
     over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
@@ -95,6 +100,9 @@ _library.define(
 )
 _library.define("fetch(Tensor shard, str device) -> Tensor")
 _library.define("offload(Tensor gradient, bool pins) -> Tensor")
+_library.define("offload_saved(Tensor saved) -> Tensor")
+_library.define("fetch_saved(Tensor copy, str device) -> Tensor")
+_library.define("wait_saved(Tensor(a!) copy, Tensor source) -> ()")
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define(
     "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> Tensor"
@@ -312,6 +320,36 @@ def _offload(gradient: Tensor, pins: bool) -> Tensor:
 @torch.library.register_fake("mfsdp::offload", lib=_library)
 def _offload_fake(gradient: Tensor, pins: bool) -> Tensor:
     return gradient.new_empty(gradient.shape, device="cpu")
+
+
+@torch.library.impl(_library, "offload_saved", "CompositeExplicitAutograd")
+def _offload_saved(saved: Tensor) -> Tensor:
+    return host.offload_saved(saved)
+
+
+@torch.library.register_fake("mfsdp::offload_saved", lib=_library)
+def _offload_saved_fake(saved: Tensor) -> Tensor:
+    return saved.new_empty_strided(saved.shape, saved.stride(), device="cpu")
+
+
+@torch.library.impl(_library, "fetch_saved", "CompositeExplicitAutograd")
+def _fetch_saved(copy: Tensor, device: str) -> Tensor:
+    return host.fetch_saved(copy, host.device_of(device))
+
+
+@torch.library.register_fake("mfsdp::fetch_saved", lib=_library)
+def _fetch_saved_fake(copy: Tensor, device: str) -> Tensor:
+    return copy.new_empty_strided(copy.shape, copy.stride(), device=device)
+
+
+@torch.library.impl(_library, "wait_saved", "CompositeExplicitAutograd")
+def _wait_saved(copy: Tensor, source: Tensor) -> None:
+    host.await_copy(copy)
+
+
+@torch.library.register_fake("mfsdp::wait_saved", lib=_library)
+def _wait_saved_fake(copy: Tensor, source: Tensor) -> None:
+    return
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")

@@ -1232,6 +1232,57 @@ def gradient_changed_on_the_host(s: Subject) -> Iterator[Change]:
         yield lambda n=copy: s.output.replace_input_with(n, call(n, aten.clone.default, n))
 
 
+def _waits(s: Subject) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield copies of saved values, each with what awaits it."""
+    for start in (*_of(s, roles.OFFLOAD_SAVED), *_of(s, roles.FETCH_SAVED)):
+        yield start, next(user for user in start.users if user.target is roles.WAIT_SAVED and user.args[0] is start)
+
+
+def saved_read_in_flight(s: Subject) -> Iterator[Change]:
+    """Backward computes with what has not arrived."""
+    for start, wait in _waits(s):
+        readers = [user for user in start.users if user is not wait and user.op != "output"]
+        if readers:
+            yield lambda w=wait, last=max(readers): last.append(w)
+
+
+def saved_never_awaited(s: Subject) -> Iterator[Change]:
+    """The memory of the source is used again while it is copied, or the copy is read."""
+    for _, wait in _waits(s):
+        yield lambda w=wait: s.graph.erase_node(w)
+
+
+def saved_awaited_twice(s: Subject) -> Iterator[Change]:
+    """The second wait finds no copy, or another one at the same address."""
+    for start, wait in _waits(s):
+        yield lambda w=wait, of=start: call(w, roles.WAIT_SAVED, of, of.args[0])
+
+
+def saved_source_lost(s: Subject) -> Iterator[Change]:
+    """The memory of the source is free before it has been copied."""
+    for start, wait in _waits(s):
+        yield lambda w=wait, of=start: setattr(w, "args", (of, of))
+
+
+def saved_source_written(s: Subject) -> Iterator[Change]:
+    """The copy has parts of another value."""
+    for start in _of(s, roles.OFFLOAD_SAVED):
+        yield lambda n=start: call(n, aten.zero_.default, n.args[0])
+
+
+def saved_read_on_the_host(s: Subject) -> Iterator[Change]:
+    """The other operands are on the device."""
+    for start, wait in _waits(s):
+        for user in [user for user in start.users if user is not wait] if start.target is roles.FETCH_SAVED else ():
+            yield lambda u=user, of=start: u.replace_input_with(of, of.args[0])
+
+
+def saved_stays_on_the_device(s: Subject) -> Iterator[Change]:
+    """What is copied is not what backward gets."""
+    for start in _of(s, roles.OFFLOAD_SAVED):
+        yield lambda n=start: s.output.replace_input_with(n, n.args[0])
+
+
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
@@ -1291,6 +1342,8 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
             copy_cast,
         ),
         *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
-        *(gradient_reduced_on_the_host, gradient_changed_on_the_host),
+        *(gradient_reduced_on_the_host, gradient_changed_on_the_host, saved_read_in_flight, saved_never_awaited),
+        *(saved_awaited_twice, saved_source_lost, saved_source_written, saved_read_on_the_host),
+        saved_stays_on_the_device,
     ),
 }

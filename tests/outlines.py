@@ -31,6 +31,8 @@ MACHINE = Hardware(
     ranks_per_node=4,
     intra_node=Link(100e9, 1e-6),
     inter_node=Link(10e9, 20e-6),
+    host_link=Link(1e9, 10e-6),
+    host_memory_bandwidth=10e9,
 )
 COSTS = CostModel(MACHINE, fused=True)
 

@@ -168,6 +168,11 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners = models_of(buckets)
+    if chosen.schedule.activation_offload and any(owner.keeps_gradients for owner in owners):
+        raise ValueError(
+            "options['activation_offload'] copies saved values to host memory that each step allocates, which a CUDA graph "
+            "cannot do (cuda_graph_mode). Use only one of them."
+        )
     if not served:
         _refuse_hooks(owners, buckets)
     if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
@@ -623,6 +628,7 @@ def _compile_inner(
                 pipeline.tag_for_trial(trial.graph, record)
                 graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
                 phases = (Phase.FORWARD, Phase.BACKWARD)
+                pipeline.offload_saved_on_trial(graphs[0].graph, graphs[1].graph, record, user_outputs)
                 pipeline.decide(
                     {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
                 )
@@ -630,6 +636,7 @@ def _compile_inner(
         forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
         if record is not None:
             pipeline.keep_portions(forward.graph, backward.graph, record)
+            pipeline.offload_saved(forward.graph, backward.graph, record)
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)
         return forward, backward

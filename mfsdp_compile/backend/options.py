@@ -137,9 +137,13 @@ class CompileOptions:
         if numbers.get("memory_budget") is not None:
             numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
             numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
+        for name in ("activation_offload", "activation_offload_least"):
+            if isinstance(value := numbers.get(name), str) and value != "auto":
+                numbers[name] = parse_bytes(value, f"options['{name}']")
         schedule = SchedulePolicy(**numbers)
         _refuse_idle(schedule, numbers)
-        text = _schedule_text(given.pop("schedule", None), numbers)
+        scheduled = {name: value for name, value in numbers.items() if not name.startswith("activation_offload")}
+        text = _schedule_text(given.pop("schedule", None), scheduled)
         if text is not None and text.portions:
             schedule = replace(schedule, reshard_after_forward=text.portions)
         machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
@@ -236,6 +240,11 @@ _GRAPHS = (
 
 def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
     """Raise ValueError for options that have no effect in combination with the others."""
+    if "activation_offload_least" in given and not schedule.activation_offload:
+        raise ValueError(
+            "options['activation_offload_least'] says which values saved for backward are too small for a copy to host "
+            "memory, but options['activation_offload'] is not given, so none is copied. Give both, or leave it out."
+        )
     rules = ["prefetch_bytes", "reductions_in_flight", "reduction_bytes"]
     if schedule.reshard_after_forward == "auto":
         rules.append("keep_last")

@@ -108,6 +108,8 @@ class Measured:
         memory: Bytes read and written per second, by operation.
         memory_bytes: Memory of the device.
         kernel_seconds: Duration of the smallest operation.
+        host_link: Link to pinned host memory, in the slower direction. Without GPUs: a copy in memory.
+        host_memory: Bytes read and written per second in host memory, by operation.
         timings: Times of collectives. Empty with one rank.
         slowdown: Fraction by which computation takes longer while collectives run.
     """
@@ -119,6 +121,8 @@ class Measured:
     memory: Mapping[str, float]
     memory_bytes: int
     kernel_seconds: float
+    host_link: Link
+    host_memory: Mapping[str, float]
     timings: tuple[Timing, ...]
     slowdown: float
 
@@ -276,6 +280,8 @@ def describe(measured: Measured, name: str, ranks: int) -> Hardware:
         "memory_efficiency": f"{how}: their median by the best",
         "memory_bytes": "what torch reports; without GPUs a rank's part of the machine's memory",
         "kernel_seconds": f"{how}: adding to one number",
+        "host_link": f"{how}: a large copy and a small one, the slower direction",
+        "host_memory_bandwidth": f"{how}: the best of {', '.join(measured.host_memory)}, on the CPU",
         "ranks_per_node": "not measured: the ranks that took part",
     }
     if measured.timings:
@@ -306,6 +312,8 @@ def describe(measured: Measured, name: str, ranks: int) -> Hardware:
         ranks_per_node=ranks,
         intra_node=link,
         inter_node=link,
+        host_link=Link(_rounded(measured.host_link.bandwidth), _rounded(measured.host_link.latency)),
+        host_memory_bandwidth=_rounded(max(measured.host_memory.values())),
         compute_slowdown=_rounded(measured.slowdown),
         sources=sources,
     )
@@ -331,6 +339,10 @@ def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None
     attention = _attention(clock, dtype)
     dist.barrier()
     memory, kernel_seconds = _memory(clock), clock.seconds(_smallest(device))
+    dist.barrier()
+    host_link = _host_link(clock)
+    dist.barrier()
+    host_memory = memory if device.type == "cpu" else _memory(_OperationTimer(torch.device("cpu"), effort))
     timings: list[Timing] = []
     world = dist.get_world_size()
     for size in sorted({max(1, world // 2), world}) if world > 1 else ():
@@ -351,6 +363,8 @@ def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None
                 memory=memory,
                 memory_bytes=_memory_bytes(device, world),
                 kernel_seconds=kernel_seconds,
+                host_link=host_link,
+                host_memory=host_memory,
                 timings=tuple(timings),
                 slowdown=slowdown,
             )
@@ -441,6 +455,21 @@ def _memory(clock: _OperationTimer) -> dict[str, float]:
     return {
         name: tensors * clock.effort.memory_bytes / clock.seconds(run) for name, (tensors, run) in operations.items()
     }
+
+
+def _host_link(clock: _OperationTimer) -> Link:
+    """Return the link between the device and host memory, in the slower direction."""
+    pins = clock.device.type == "cuda"
+
+    def seconds(size: int) -> float:
+        on_host, on_device = torch.zeros(size // 4, pin_memory=pins), torch.zeros(size // 4, device=clock.device)
+        return max(
+            clock.seconds(lambda: on_host.copy_(on_device, non_blocking=True)),
+            clock.seconds(lambda: on_device.copy_(on_host, non_blocking=True)),
+        )
+
+    small, large = seconds(4), seconds(clock.effort.memory_bytes)
+    return Link(clock.effort.memory_bytes / max(large - small, 1e-9), small)
 
 
 def _smallest(device: torch.device) -> Callable[[], object]:

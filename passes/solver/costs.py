@@ -198,6 +198,19 @@ class CostModel:
         hardware = self.hardware
         return hardware.kernel_seconds + size / (hardware.memory_bandwidth * hardware.memory_efficiency)
 
+    def host_copy(self, size: int) -> float:
+        """Return the seconds of a copy of ``size`` bytes between the device and host memory."""
+        link = self.hardware.host_link
+        return link.latency + size / link.bandwidth
+
+    def fetch(self, info: BucketInfo) -> float:
+        """Return the seconds to fetch a shard from host memory before a gather; 0.0 if the device has what it sends."""
+        return self.host_copy(info.shard_bytes) if info.is_fetched else 0.0
+
+    def host_moved(self, size: int) -> float:
+        """Return the seconds in which the CPU reads and writes ``size`` bytes of host memory in total."""
+        return size / self.hardware.host_memory_bandwidth
+
     def compute(self, flops: float, size: int, dtype: torch.dtype, attention: bool) -> float:
         """Return the seconds of a matrix product or of fused attention."""
         hardware = self.hardware
@@ -382,7 +395,13 @@ _OF_COLLECTIVES = (
     NodeKind.REDUCED,
     NodeKind.OFFLOAD,
 )
-_NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
+_NOTHING = (
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops.mfsdp.begin.default,
+    roles.OFFLOAD_SAVED,
+    roles.FETCH_SAVED,
+    roles.WAIT_SAVED,
+)
 
 
 def inlined(graph: fx.Graph) -> set[fx.Node]:

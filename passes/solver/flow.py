@@ -30,7 +30,18 @@ from .. import roles
 from ..context import BucketInfo, Context, NodeKind, region_of, role_of
 from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
-__all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
+__all__ = [
+    "Category",
+    "Collective",
+    "Flow",
+    "Placed",
+    "Saved",
+    "SavedCopy",
+    "Storage",
+    "flow_of",
+    "gather_of",
+    "reduction_of",
+]
 
 _PACK = torch.ops.mfsdp.pack_gradients.default
 _CONVOLUTIONS: dict[Any, int] = {
@@ -83,7 +94,8 @@ class Collective:
     Args:
         what: ``"gather"`` or ``"reduce"``.
         bucket, stage: Index of the bucket, and stage of its reduction.
-        before: Seconds of computation right before the start: a cast, or copying gradients into the bucket.
+        before: Seconds of computation right before the start: a cast, or copying gradients into the bucket. Also of a
+            fetch from host memory, for which computation waits.
         seconds: Time of the collective alone on the network.
         group: Process group. Collectives of one group run one after another.
         after: Seconds of computation right after the wait: dequantizing what was gathered.
@@ -119,6 +131,21 @@ class Placed:
     copied: tuple[Storage, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class SavedCopy:
+    """A copy of a saved value to host memory (``outward``) or back.
+
+    Args:
+        start, wait: Places of its start and wait in the graph.
+        seconds: Time of the copy alone on the link.
+    """
+
+    outward: bool
+    start: float
+    wait: float
+    seconds: float
+
+
 Saved = Mapping[str, Storage | None]
 """Values that a forward graph saves for its backward graph, by name.
 
@@ -137,6 +164,7 @@ class Flow:
         storages: All storages, including those from the forward graph.
         uses: Place of the first use of each bucket and the bucket, in order, whether it is communicated or not.
         saved: Values saved for the backward graph.
+        copies: Copies of saved values to host memory and back.
     """
 
     kernels: tuple[Kernel, ...]
@@ -145,6 +173,7 @@ class Flow:
     storages: tuple[Storage, ...]
     uses: tuple[tuple[float, int], ...]
     saved: Saved = field(default_factory=dict)
+    copies: tuple[SavedCopy, ...] = ()
 
 
 def flow_of(
@@ -196,7 +225,9 @@ class _Reader:
             for gather in roles.gathers(self.graph)
             if gather.uses
         )
-        return Flow(tuple(self.kernels), seconds, collectives, storages, tuple(uses), self._saved())
+        return Flow(
+            tuple(self.kernels), seconds, collectives, storages, tuple(uses), self._saved(), tuple(self._copies())
+        )
 
     # -- regions ------------------------------------------------------------------------------------------------------
 
@@ -304,6 +335,10 @@ class _Reader:
             category, bucket = Category.GRADIENTS, kernel.finishes
         if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_stored_nowhere(node)):
             size = 0
+        if node.target is roles.OFFLOAD_SAVED:  # in host memory
+            size = 0
+        if node.target is roles.FETCH_SAVED:
+            category = Category.SAVED
         begin = self.place[node]
         if node.target is _PACK and self.costs.fused:
             begin = min([begin, *(self.place[g] for g in self._packed_in_place(node))])
@@ -411,6 +446,12 @@ class _Reader:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
+    def _copies(self) -> Iterator[SavedCopy]:
+        for wait in self.graph.find_nodes(op="call_function", target=roles.WAIT_SAVED):
+            start = wait.all_input_nodes[0]
+            seconds = self.costs.host_copy(value_bytes(start))
+            yield SavedCopy(start.target is roles.OFFLOAD_SAVED, self.place[start], self.place[wait], seconds)
+
     def _collectives(self) -> Iterator[Placed]:
         place, context, costs = self.place, self.context, self.costs
         for gather in roles.gathers(self.graph):
@@ -463,7 +504,8 @@ def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = 
     """Return the gather of a bucket, from shards or from portions."""
     if portions:
         return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
-    cast = 0.0 if info.has_resident else costs.cast(info)  # a resident already has the dtype that is sent
+    # A resident already has the dtype that is sent. Computation waits for a fetch, which the cast reads.
+    cast = 0.0 if info.has_resident else costs.fetch(info) + costs.cast(info)
     after = costs.dequantize(info)
     return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group, after)
 

@@ -60,6 +60,10 @@ class Hardware:
         ranks_per_node: Number of ranks that the fast link connects.
         intra_node: Link between ranks of a node.
         inter_node: Link of one rank to other nodes.
+        host_link: Link between a rank's device and host memory. It carries ``bandwidth`` in each direction at a time;
+            ``latency`` is that of a copy.
+        host_memory_bandwidth: Bytes per second that a rank's part of the CPU reads and writes in host memory, while the
+            other ranks do the same.
         compute_slowdown: Fraction by which computation slows down while a collective runs, because NCCL's kernels
             occupy multiprocessors.
         sources: Where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
@@ -77,6 +81,8 @@ class Hardware:
     ranks_per_node: int
     intra_node: Link
     inter_node: Link
+    host_link: Link
+    host_memory_bandwidth: float
     compute_slowdown: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
@@ -84,7 +90,7 @@ class Hardware:
         safe_name(self.name, "name")
         for name in (
             *("matmul_efficiency", "attention_efficiency", "memory_efficiency", "memory_bandwidth", "kernel_seconds"),
-            *("collective_seconds", "compute_slowdown"),
+            *("collective_seconds", "compute_slowdown", "host_memory_bandwidth"),
         ):
             _finite(getattr(self, name), f"{self.name}: {name}")
         for name in ("memory_bytes", "ranks_per_node"):
@@ -96,13 +102,13 @@ class Hardware:
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
-        for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node"):
+        for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node", "host_memory_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
         for name in ("kernel_seconds", "collective_seconds", "compute_slowdown"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{self.name}: {name} cannot be negative, got {getattr(self, name)}")
-        for link in (self.intra_node, self.inter_node):
+        for link in (self.intra_node, self.inter_node, self.host_link):
             if link.bandwidth <= 0 or link.latency < 0:
                 raise ValueError(f"{self.name}: not a link: {link}")
         if "float32" not in self.flops or min(self.flops.values()) <= 0:
@@ -130,7 +136,7 @@ class Hardware:
         try:
             given = dict(typed(parse_json(text), dict, "it"))
             links: dict[str, Any] = {
-                name: Link(**typed(given.pop(name), dict, name)) for name in ("intra_node", "inter_node")
+                name: Link(**typed(given.pop(name), dict, name)) for name in ("intra_node", "inter_node", "host_link")
             }
             return Hardware(**given, **links)
         except (ValueError, TypeError, KeyError) as error:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..context import BucketInfo, Context
 from .costs import CostModel, Ring, collective_seconds
-from .flow import Category, Collective, Flow
+from .flow import Category, Collective, Flow, SavedCopy
 
 __all__ = [
     "Allocate",
@@ -250,7 +250,19 @@ class Wait(NamedTuple):
     collective: Collective
 
 
-Event = Allocate | Free | Compute | Enter | Start | Wait
+class StartCopy(NamedTuple):
+    """A copy of a saved value to or from host memory is started."""
+
+    copy: SavedCopy
+
+
+class WaitCopy(NamedTuple):
+    """Such a copy is awaited."""
+
+    copy: SavedCopy
+
+
+Event = Allocate | Free | Compute | Enter | Start | Wait | StartCopy | WaitCopy
 
 
 class Turn(NamedTuple):
@@ -314,6 +326,9 @@ def events_of(flow: Flow) -> list[Event]:
     for placed in flow.collectives:
         found.append((placed.start, 3, Start(placed.collective)))
         found.append((placed.wait, 3, Wait(placed.collective)))
+    for copy in flow.copies:
+        found.append((copy.start, 3, StartCopy(copy)))
+        found.append((copy.wait, 3, WaitCopy(copy)))
     found += [(place, 1, Enter(bucket)) for place, bucket in flow.uses]
     found.sort(key=lambda entry: entry[:2])
     return [event for _, _, event in found]
@@ -438,6 +453,7 @@ class _Clock:
     def run(self, stage: Stage, events: Iterable[Event]) -> None:
         buckets = self.context.buckets
         running: dict[Collective, _Running] = {}
+        copied: dict[SavedCopy, float] = {}
         unit = ""
         for event in events:  # the most frequent kinds first: a plan simulates a million events
             if isinstance(event, Allocate):
@@ -451,14 +467,28 @@ class _Clock:
             elif isinstance(event, Wait):
                 collective = event.collective
                 self.await_(stage, unit, running.pop(collective))
-                self.work(stage, unit or buckets[collective.bucket].unit, collective.after)
+                info = buckets[collective.bucket]
+                self.work(stage, unit or info.unit, collective.after)
+                is_last = collective.what == "reduce" and collective.stage == len(info.exchange.groups) - 1
+                if is_last and info.exchange.offload:
+                    self.copy(True, self.costs.host_copy(info.shard_bytes))
             elif isinstance(event, Compute):
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops
+            elif isinstance(event, StartCopy):
+                copied[event.copy] = self.copy(event.copy.outward, event.copy.seconds)
+            elif isinstance(event, WaitCopy):
+                self.stand_still(stage, unit, copied.pop(event.copy))
             else:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
                     self.await_(stage, unit, resident)
+
+    def copy(self, outward: bool, seconds: float) -> float:
+        """Start a copy between the device and the host now, and return when it ends. Directions do not share the link."""
+        link = "to the host" if outward else "from the host"
+        self.free_at[link] = max(self.now, self.free_at.get(link, 0.0)) + seconds
+        return self.free_at[link]
 
     def work(self, stage: Stage, unit: str, seconds: float) -> None:
         if not seconds:
@@ -484,10 +514,18 @@ class _Clock:
         return until - begun
 
     def step(self, optimizer: OptimizerCost) -> None:
-        elements = sum(info.layout.shard_numel for info in self.context.buckets if info.trainable)
+        trained = [info for info in self.context.buckets if info.trainable]
+        on_host = sum(info.layout.shard_numel for info in trained if info.exchange.offload)
+        elements = sum(info.layout.shard_numel for info in trained) - on_host
         begun = self.now
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
+        if on_host:  # the CPU begins when the last gradient is there, while the device steps over its shards
+            arrived = max(begun, self.free_at.get("to the host", 0.0))
+            self.now = max(self.now, arrived + self.costs.host_moved(on_host * optimizer.moved_bytes))
+            for info in trained:  # what the device keeps of them is copied before the next forward begins
+                if info.exchange.offload and not info.is_fetched:
+                    self.now += self.costs.host_copy(info.shard_bytes)
         if self.details:
             self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
         self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun

@@ -749,8 +749,10 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
 
     Both copies are between the host and the device of the exchange. The fetch comes before casts, because the device
     casts. A copy that the device keeps is neither fetched nor cast: it is in the dtype that is sent, as the shard is not.
-    Everything else is on the device at all times, and so are portions.
+    Everything else is on the device at all times, and so are portions, except values
+    saved for backward.
     """
+    yield from _copied_once(found)
     for launch in _gathers(found):
         exchange = found.info(launch.bucket).exchange
         before = _before(launch)
@@ -788,6 +790,39 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
                     yield f"{node} copies its gradient to {_memory(node.args[1])} memory", node, reduction.bucket
                 if node is not after[-1]:
                     yield f"its gradient is changed after {node}, on the host", node, reduction.bucket
+
+
+def _copied_once(found: Analysis) -> Findings:
+    """Check copies of saved values: forward copies to the host, backward copies back, and each awaits its copies once.
+
+    Until a copy is awaited, nothing reads it, and its source exists and is not written to. What is in host memory is
+    only returned, or fetched.
+    """
+    order = found.order
+    starts = [node for node in order if node.target in (roles.OFFLOAD_SAVED, roles.FETCH_SAVED)]
+    for start in starts:
+        is_fetch, source = start.target is roles.FETCH_SAVED, start.all_input_nodes[0]
+        if found.phase is not (Phase.BACKWARD if is_fetch else Phase.FORWARD):
+            yield f"{start} copies a saved value in a {found.phase.value} graph", start
+        waits = [user for user in start.users if user.target is roles.WAIT_SAVED and user.args[0] is start]
+        if len(waits) != 1:
+            yield f"the copy {start} is awaited {len(waits)} times, not once", start
+        until = min((order[wait] for wait in waits), default=len(order))
+        for wait in waits:
+            if wait.args[1] is not source:
+                yield f"{wait} does not keep {source}, which {start} copies", wait
+        for user in start.users:
+            if user not in waits and (order[user] < until or (not is_fetch and user.op != "output")):
+                yield f"{user} reads {start} {'before it is awaited' if is_fetch else 'in host memory'}", user
+        for node, memory in found.writes:
+            if order[start] < order[node] < until and memory.overlaps(found.memory(source)):
+                yield f"{node} writes to {source} while {start} copies it", node
+        if not is_fetch and (times := found.outputs.count(start)) != 1:
+            yield f"the copy {start} is returned {times} times, not once", start
+        if is_fetch:
+            for user in source.users:
+                if user is not start and user not in waits:
+                    yield f"{user} reads {source}, which is in host memory", user
 
 
 def _memory(pins: Any) -> str:

@@ -27,7 +27,9 @@ V10   shards match           The gradient returned for a shard has the shard's p
 V11   products in float8     Operands are quantized over the dimension that is summed over, each is divided by its own
                              scales, and sizes and layouts are those that GPUs take.
 V12   right arena            A shard in host memory is fetched before it is cast and gathered, unless the device keeps a
-                             copy, and its reduced gradient is copied back. Nothing else changes its arena.
+                             copy, and its reduced gradient is copied back. Copies of values saved for backward are
+                             awaited once, before anything reads them or the memory of their source is free. Nothing else
+                             changes its arena.
 ====  =====================  ===========================================================================================
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state

@@ -1,18 +1,21 @@
 """Two arenas: host memory, where offloaded shards rest, and the device's, where they are used.
 
-    fetch     shard at rest, on the host -> the same on the device, before it is cast and gathered
-    offload   reduced gradient, on the device -> the same on the host, where it is accumulated
+    fetch           shard at rest, on the host -> the same on the device, before it is cast and gathered
+    offload         reduced gradient, on the device -> the same on the host, where it is accumulated
+    offload_saved   what forward has saved for backward, on the device -> the same on the host, until backward needs it
+    fetch_saved     and back
 
 If only the optimizer is offloaded, shards are fetched once after each change, and cast to the copy that is gathered, or
 gathered to the resident.
 
-Both copies go through :func:`copied`, the only place where data of a bucket changes its arena. If the device is the CPU,
+Copies of buckets go through :func:`copied`, copies of saved values through :func:`start_copy`. If the device is the CPU,
 both arenas are in the same memory, but never in the same tensor.
 
 What is copied is in the main dtype, and the device casts it: a cast on the host would run on the thread that launches
 kernels, and read host memory for longer than the link takes for the bytes that it saves.
 
-On a GPU, copies run on a stream of their own, in order. The stream that asked waits for them, and the thread does not.
+On a GPU, copies run on streams of their own, one for each direction, in order. The stream that asked waits for copies of
+buckets, and the thread does not. It waits for copies of saved values where a graph says so (:func:`await_copy`).
 What the CPU reads or writes afterwards must therefore wait (:func:`settle`): gradients that are still arriving, and shards
 that are still being read.
 """
@@ -26,7 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Offload", "copied", "device_of", "empty", "fetch", "offload", "settle", "settle_pinned"]
+__all__ = [
+    "Offload",
+    "await_copy",
+    "copied",
+    "device_of",
+    "empty",
+    "fetch",
+    "fetch_saved",
+    "offload",
+    "offload_saved",
+    "settle",
+    "settle_pinned",
+    "start_copy",
+]
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ def copied(source: Tensor, allocate: Callable[[], Tensor], device: torch.device)
     """
     if device.type != "cuda":
         return allocate().copy_(source)
-    stream, current = _stream_of(device), torch.cuda.current_stream(device)
+    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)
     if source.device == device:
         stream.wait_stream(current)  # which computes it
         source.record_stream(stream)
@@ -90,24 +106,70 @@ def copied(source: Tensor, allocate: Callable[[], Tensor], device: torch.device)
     return target
 
 
+def offload_saved(saved: Tensor) -> Tensor:
+    """Start a copy of a dense tensor to the host, with the same strides. See :func:`start_copy`."""
+
+    def allocate() -> Tensor:
+        return empty(saved.numel(), saved.dtype, saved.device, pins=True).as_strided(saved.shape, saved.stride())
+
+    return start_copy(saved, allocate, saved.device)
+
+
+def fetch_saved(copy: Tensor, device: torch.device) -> Tensor:
+    """Start a copy of what :func:`offload_saved` returned to the device, with the same strides."""
+
+    def allocate() -> Tensor:
+        return torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=device)
+
+    return start_copy(copy, allocate, device)
+
+
+def start_copy(source: Tensor, allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Like :func:`copied`, but nothing waits for the copy.
+
+    Until :func:`await_copy`, the target must not be read, and the source must exist and not be written to.
+    """
+    if device.type != "cuda":
+        return allocate().copy_(source)
+    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)
+    target = allocate()
+    stream.wait_stream(current)  # which computes the source, or has queued kernels that use the target's memory
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        _in_flight[target.data_ptr()] = stream.record_event(), device
+    return target
+
+
+def await_copy(target: Tensor) -> None:
+    """Let the current stream wait for the copy that :func:`start_copy` returned."""
+    if (started := _in_flight.pop(target.data_ptr(), None)) is not None:
+        event, device = started
+        torch.cuda.current_stream(device).wait_event(event)
+
+
 def settle(device: torch.device) -> None:
     """Wait until the CPU may read what was offloaded from ``device``, and write to what was fetched to it."""
-    if (stream := _streams.get(device)) is not None:
-        stream.synchronize()
+    for (of, _), stream in _streams.items():
+        if of == device:
+            stream.synchronize()
 
 
 def settle_pinned(memory: Tensor) -> None:
     """Like :func:`settle`, before the CPU reads or writes this memory, if devices may still copy from or to it."""
     if _streams and memory.device.type == "cpu" and memory.is_pinned():
-        for device in _streams:
-            settle(device)
+        for stream in _streams.values():
+            stream.synchronize()
 
 
-def _stream_of(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _stream_of(device: torch.device, outward: bool) -> Any:
+    """Return the stream of copies from (``outward``) or to a device."""
+    if (device, outward) not in _streams:
+        _streams[device, outward] = torch.cuda.Stream(device)
+    return _streams[device, outward]
 
 
-_streams: dict[torch.device, Any] = {}
-"""The stream that copies run on, by device: models share it, as they share the link."""
+_streams: dict[tuple[torch.device, bool], Any] = {}
+"""The streams that copies run on, by device and direction: models share them, as they share the link."""
+
+_in_flight: dict[int, tuple[Any, torch.device]] = {}
+"""The event that ends a copy of a saved value, and the device, by address of the target."""

@@ -12,8 +12,8 @@ OFFLOAD = (
     Mutant(
         "runtime/memory/host.py",
         "both arenas are the same memory on a CPU",
-        "        return allocate().copy_(source)\n",
-        "        return source\n",
+        "        return allocate().copy_(source)\n    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)\n    if",
+        "        return source\n    stream, current = _stream_of(device, source.device == device), torch.cuda.current_stream(device)\n    if",
         ("runtime/test_offload.py -k test_copies",),
     ),
     Mutant(
@@ -92,5 +92,47 @@ OFFLOAD = (
         "            info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable\n",
         "            0 for info in offloaded if info.trainable\n",
         ("runtime/test_optimizer_offload.py -k test_by_unit",),
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "saved values may be read before they are fetched",
+        '            if user not in waits and (order[user] < until or (not is_fetch and user.op != "output")):\n',
+        "            if False:\n",
+        REJECTED,
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "copies of saved values need not be awaited once",
+        '        if len(waits) != 1:\n            yield f"the copy',
+        '        if False:\n            yield f"the copy',
+        REJECTED,
+    ),
+    Mutant(
+        "passes/activations.py",
+        "saved values stay on the device until forward ends",
+        "            free.prepend(wait)\n",
+        "            pass\n",
+        ("runtime/test_activation_offload.py -k test_places",),
+    ),
+    Mutant(
+        "passes/activations.py",
+        "values of the last units are offloaded",
+        "        elif context.whole_model and (free",
+        "        elif False and (free",
+        ("runtime/test_activation_offload.py -k test_places",),
+    ),
+    Mutant(
+        "passes/activations.py",
+        "small values are offloaded",
+        "        if size < context.policy.activation_offload_least:\n",
+        "        if False:\n",
+        ("runtime/test_activation_offload.py -k test_choice",),
+    ),
+    Mutant(
+        "passes/solver/flow.py",
+        "offloaded values count as memory of the device",
+        "        if node.target is roles.OFFLOAD_SAVED:  # in host memory\n",
+        "        if False:\n",
+        ("planning/test_forecast.py -k test_memory_with_activation_offload",),
     ),
 )

@@ -55,6 +55,8 @@ def test_peaks_and_units_of_gpus(name: str) -> None:
     assert 5e9 < machine.inter_node.bandwidth < 100e9
     assert 1e-6 <= machine.intra_node.latency < machine.inter_node.latency < machine.collective_seconds < 1e-4
     assert 1e-6 < machine.kernel_seconds < 1e-5
+    assert 20e9 < machine.host_link.bandwidth < machine.intra_node.bandwidth
+    assert 40e9 < machine.host_memory_bandwidth < machine.memory_bandwidth / 10
     assert 0.1 < machine.compute_slowdown < 0.4
     assert machine.attention_efficiency < machine.matmul_efficiency
 
@@ -100,6 +102,8 @@ SMALL: dict[str, Any] = {
     "ranks_per_node": 2,
     "intra_node": {"bandwidth": 1e9, "latency": 1e-6},
     "inter_node": {"bandwidth": 1e8, "latency": 1e-5},
+    "host_link": {"bandwidth": 1e7, "latency": 1e-4},
+    "host_memory_bandwidth": 1e8,
     "compute_slowdown": 0.5,
     "sources": {"flops": "made up"},
 }
@@ -128,6 +132,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"intra_node": {"bandwidth": 0, "latency": 0}}, "not a link"),
     ({"inter_node": {"bandwidth": 1e9, "latency": -1e-6}}, "not a link"),
     ({"inter_node": {"bandwidth": 1e9}}, "latency"),
+    ({"host_link": {"bandwidth": -1.0, "latency": 0}}, "not a link"),
+    ({"host_memory_bandwidth": 0}, "host_memory_bandwidth must be above 0"),
     ({"flops": {"bfloat16": 1e12}}, "include float32"),
     ({"flops": {"float32": -1e12}}, "flops must be positive numbers"),
     ({"flops": 1e12}, "does not describe hardware"),
@@ -234,6 +240,8 @@ MEASURED = Measured(
     memory={"copy": 8e9, "add": 10e9, "scale": 7e9},
     memory_bytes=12345,
     kernel_seconds=2e-6,
+    host_link=Link(2.71828e9, 12.3456e-6),
+    host_memory={"copy": 5e9, "add": 6e9},
     timings=tuple(Timing("all_gather", n, int(size), t) for size, t, n in times(20e-6, 10e-6, 3.14159e9, (2, 4))),
     slowdown=0.25,
 )
@@ -255,6 +263,8 @@ def test_description_of_what_was_measured() -> None:
         ranks_per_node=4,
         intra_node=Link(3.14e9, 10e-6),
         inter_node=Link(3.14e9, 10e-6),
+        host_link=Link(2.72e9, 12.3e-6),
+        host_memory_bandwidth=6e9,
         compute_slowdown=0.25,
     )
     assert machine.sources["inter_node"] == "not measured: as inside a node"

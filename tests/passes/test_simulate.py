@@ -13,7 +13,7 @@ from outlines import COSTS, MACHINE, RANKS, bucket, context
 
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
-from mfsdp_compile.passes.solver.flow import Category, Collective, gather_of
+from mfsdp_compile.passes.solver.flow import Category, Collective, SavedCopy, gather_of
 from mfsdp_compile.passes.solver.simulate import (
     Allocate,
     Compute,
@@ -24,8 +24,10 @@ from mfsdp_compile.passes.solver.simulate import (
     OptimizerCost,
     Stage,
     Start,
+    StartCopy,
     Timeline,
     Wait,
+    WaitCopy,
     resting_memory,
     simulate,
 )
@@ -55,6 +57,47 @@ def run(
 def seconds_of(exposure: Exposure) -> tuple[float, float, float, float]:
     """Return exposed, hidden and queued seconds, and the computation that could hide the collective."""
     return exposure.exposed, exposure.hidden, exposure.queued, exposure.ahead
+
+
+OFFLOADED = context([bucket("a", offload="cpu"), bucket("b")])
+
+
+def test_copies_of_saved_values_queue_by_direction() -> None:
+    first, second = SavedCopy(True, 0, 0, 2.0), SavedCopy(True, 0, 0, 3.0)
+    back = SavedCopy(False, 0, 0, 4.0)
+    starts = [StartCopy(first), StartCopy(second), StartCopy(back)]
+    found = run(*starts, Compute(1.0, 0.0), WaitCopy(first), WaitCopy(back), WaitCopy(second), Compute(1.0, 0.0))
+    assert (found.seconds, found.compute_seconds) == (6.0, 2.0)  # 2 + 3 to the host, beside 4 from it
+    assert run(*starts, Compute(9.0, 0.0), WaitCopy(second)).seconds == 9.0
+
+
+def test_computation_waits_for_what_is_fetched() -> None:
+    """A shard of 1000 bytes takes 10 us and 1 us over the link; one on the device takes nothing."""
+    fetched, there = (gather_of(info, i, COSTS) for i, info in enumerate(OFFLOADED.buckets))
+    assert fetched.before - there.before == pytest.approx(11e-6)
+    assert fetched.seconds == there.seconds
+
+
+def test_the_cpu_steps_when_the_last_gradient_has_arrived() -> None:
+    """It moves 250 elements x 8 bytes in 0.2 us; the gradient takes 11 us; the device needs 20 ns for its part."""
+    last = len(OFFLOADED.buckets[0].exchange.groups) - 1
+    reduce = Collective("reduce", 0, last, 0.0, 1e-6, "g")
+    optimizer = OptimizerCost("a", 8, 8, 4)
+    found = run(Start(reduce), Wait(reduce), of=OFFLOADED, optimizer=optimizer)
+    assert found.seconds == pytest.approx(1e-6 + 11e-6 + 0.2e-6)
+    assert found.peak_bytes == 100 + 250 * 4  # nothing on the device for what is stepped over on the host
+    on_device = run(Start(reduce), Wait(reduce), of=AB, optimizer=optimizer)
+    assert on_device.seconds == pytest.approx(1e-6 + 2 * 250 * 8 / 1e11)
+
+
+def test_a_copy_on_the_device_is_written_once_a_step() -> None:
+    """Where only the optimizer is offloaded, gathers fetch nothing, and the shard (11 us) comes back after the CPU's step."""
+    kept = context([bucket("a", offload="cpu", keeps_copy=True), bucket("b")])
+    copy, there = (gather_of(info, i, COSTS) for i, info in enumerate(kept.buckets))
+    assert copy.before == there.before
+    optimizer = OptimizerCost("a", 8, 8, 4)
+    difference = run(of=kept, optimizer=optimizer).seconds - run(of=OFFLOADED, optimizer=optimizer).seconds
+    assert difference == pytest.approx(11e-6)
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

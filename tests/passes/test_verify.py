@@ -45,6 +45,7 @@ from mfsdp_compile.runtime import compat
 
 EXAMPLES = 8
 """Mutants of each kind."""
+OFFLOADED = {"activation_offload": True, "activation_offload_least": 1}
 KEEPS_NOTHING = {"keep_last": False}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
@@ -157,6 +158,10 @@ def graphs() -> list[Scheduled]:
                 regions=True,
                 buffers=True,
                 reshard_after_forward=2,
+            ),
+            *captured("saved values in host memory", zoo.Plain, "optim_grads_params", **OFFLOADED),
+            *captured(
+                "saved values in host memory, regions", zoo.Plain, "optim_grads_params", regions=True, **OFFLOADED
             ),
             *captured("quantized", zoo.Plain, "optim_grads_params", BF16, policy=QUANTIZED),
             *captured(
@@ -463,7 +468,7 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
 def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None:
     """The text that ranks compare distinguishes orders of the same collectives, which rule V6 leaves to the ranks."""
     found = set()
-    same = ("regions", "float8")  # these have the same collectives as others
+    same = ("regions", "float8", "saved values")  # these have the same collectives as others
     graphs = [scheduled for scheduled in graphs if not any(word in scheduled.name for word in same)]
     for scheduled in graphs:
         s = scheduled.copy()

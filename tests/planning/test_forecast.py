@@ -5,12 +5,14 @@ The process group is fake, so torch's profiler sees every allocation and gloo ad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,10 +30,13 @@ from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.report import to_text
+from mfsdp_compile.runtime.memory import host
 
 pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
 BATCH, LENGTH = 4, 64
 CONFIG, DEMO = LlamaConfig(layers=3), LlamaConfig()
+PEAK_ON_DEVICE = 52_583_944
+"""Measured bytes of the default model's step, without activation offload."""
 MEMORY_BOUND = {"aot_eager": 0.02, "inductor": 0.06}
 """Bound on the error, relative to the measured peak.
 
@@ -99,6 +104,40 @@ def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
     record = model.sharded.compiled_graphs[-1]
     resting = resting_memory(record.context.buckets, OptimizerCost(), record.context.other_bytes)
     return allocated(step)[0] + sum(resting.values())
+
+
+@contextlib.contextmanager
+def host_arena() -> Iterator[None]:
+    """Let host memory come from a block of its own, so that the profiler sees only the device's."""
+    block, used = torch.empty(64 << 20, dtype=torch.uint8), 0
+
+    def empty(numel: int, dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
+        nonlocal used
+        begin, used = used, used + -(-numel * dtype.itemsize // 64) * 64
+        return block[begin : begin + numel * dtype.itemsize].view(dtype)
+
+    with mock.patch.object(host, "empty", empty):
+        yield
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"regions": False}, marks=pytest.mark.long),
+        pytest.param({"memory_budget": "68MiB"}, marks=pytest.mark.long),
+        pytest.param({"inner": "inductor"}, marks=pytest.mark.long),
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
+)
+def test_memory_with_activation_offload(options: dict[str, Any]) -> None:
+    """The device's memory falls, to what is predicted."""
+    model, step = compiled(config=DEMO, activation_offload=True, activation_offload_least=1024, **options)
+    with host_arena():
+        measured = measured_peak(model, step)
+    predicted = forecast.predicted(model).peak_bytes
+    assert abs(predicted / measured - 1) <= MEMORY_BOUND[options.get("inner", "aot_eager")], (predicted, measured)
+    assert measured < (0.8 if not options.get("memory_budget") else 1) * PEAK_ON_DEVICE
 
 
 @pytest.mark.parametrize(
