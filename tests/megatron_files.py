@@ -171,7 +171,7 @@ def write_torch_dist(
     writer.value(0, "rng_state/shard_0_1", [{"random_rng_state": (3, (1, 2), None)}])
     for rank in range(2):
         writer.value(rank, f"rerun_state_machine_state/shard_{rank}_2", [{"mode": "disabled", "seen": {"count": rank}}])
-    writer.value(0, "decoder.layers.self_attention.core_attention._extra_state/shard_0_1", [b""])
+    writer.value(0, "decoder.layers.self_attention.core_attention._extra_state/shard_0_1", [torch.ones(3)])
     writer.value(0, "dataset/consumed", [7])
     writer.close()
     options = [{"lr": 1e-3, "weight_decay": 0.1 * i, "step": 5, "params": []} for i in range(groups)]

@@ -53,6 +53,9 @@ _METADATA_NAMES = frozenset(
     {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"}
     | {"MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 )
+_PLAN_MODULE = "torch.distributed.checkpoint.planner"
+_PLAN_NAMES = frozenset({"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"})
+"""What every rank has written: Megatron 0.19 appends it, for the next save. Nothing here reads it."""
 _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 
@@ -143,6 +146,8 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _METADATA_MODULES and name in _METADATA_NAMES:
+            return _NamedClass(name)
+        if module == _PLAN_MODULE and name in _PLAN_NAMES:
             return _NamedClass(name)
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found

@@ -8,10 +8,11 @@ fsdp_dtensor is a plain DCP directory. Data that it has no place for, but torch_
 
     torch_dist/common.pt        unchanged
     torch_dist/metadata.json    unchanged
-    torch_dist/layout.json      which layers were stacked, and what was flattened and how
+    torch_dist/layout.json      which layers were stacked, what was flattened and how, and which extra states there were
 
 A round trip therefore restores equal tensors under equal keys. Not kept are Transformer Engine's ``_extra_state``, and
 the states of random number generators and of the rerun state machine, which belong to ranks that no longer exist.
+Extra states come back empty, as modules that have none write them: Megatron does not load a checkpoint that lacks one.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def plan_to_fsdp(source: Path, options: TorchDistOptions) -> ConversionPlan:
         "mtp_renamed": rename and has_old_mtp,
         "flattened": {stored.key: list(reader.shape(stored.key)) for stored in tensors if stored.grid is not None},
         "values": raw,
+        "extra_states": [key for key in reader if keys.is_extra_state(key) and not reader.is_tensor(key)],
         "chained": {name: s.key for s in tensors if (name := keys.torch_dist_key(s.name)) != s.key},
     }
 
@@ -173,14 +175,14 @@ def _stays(key: str, plan: ConversionPlan) -> bool:
             "by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), or "
             "without the optimizer (--no-save-optim)."
         )
-    reasons = {
-        "._extra_state": "state of Transformer Engine, recreated by calibration",
-        "rng_state": "random number generators of ranks that are no more",
-    }
-    for part, why in reasons.items():
-        if part in f".{key}" if part[0] == "." else key.startswith(part):
-            plan.left_out.append((key, why))
-            return False
+    why = None
+    if keys.is_extra_state(key):
+        why = "state of Transformer Engine, recreated by calibration"
+    elif key.startswith("rng_state"):
+        why = "random number generators of ranks that are no more"
+    if why is not None:
+        plan.left_out.append((key, why))
+        return False
     return not key.startswith("rerun_state_machine_state")
 
 

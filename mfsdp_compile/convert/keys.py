@@ -39,6 +39,7 @@ __all__ = [
     "decompose",
     "flatten",
     "grid_of",
+    "is_extra_state",
     "is_gated",
     "is_layer_stacked",
     "layer_stack",
@@ -145,6 +146,11 @@ def is_gated(name: str, modules: Sequence[str] = ()) -> bool:
     if not _GATED.search("." + name):
         return False
     return not modules or any(f".{module}." in f".{name}." for module in modules)
+
+
+def is_extra_state(key: str) -> bool:
+    """Return whether an entry of torch_dist is the extra state of a module, such as Transformer Engine's."""
+    return "._extra_state" in f".{key}"
 
 
 def is_layer_stacked(name: str) -> bool:

@@ -100,6 +100,7 @@ def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPla
         plan.moves.append(OutputEntry(target.key, shown, target.stored_shape, target.dtype))
     raw = [key for key in layout["values"] if key in reader]
     plan.moves += [OutputEntry(key, (key,)) for key in raw]
+    plan.moves += [OutputEntry(key, ("(empty)",)) for key in layout["extra_states"]]
     content, known = (_carried_bytes(source, name) for name in ("common.pt", "metadata.json"))
     if content is not None:
         plan.moves.append(OutputEntry("common.pt", (f"{CARRIED}/common.pt",)))
@@ -119,6 +120,8 @@ def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPla
             writer.mcore_data[target.key] = {} if target.grid is None else {RESHAPED: target.shape}
         for key in raw:
             writer.add_bytes(key, reader.raw(key))
+        for key in layout["extra_states"]:
+            writer.add_value(key, [None])
         if content is not None:
             (out / "common.pt").write_bytes(content)
         (out / "metadata.json").write_bytes(json.dumps(FORMAT).encode() if known is None else known)
@@ -146,6 +149,7 @@ def _carried_bytes(source: Path, name: str) -> bytes | None:
 
 def _layout(source: Path) -> dict[str, Any]:
     empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
+    empty["extra_states"] = []
     try:
         found = typed(read_json(inside(source, f"{CARRIED}/layout.json")), dict, "it")
         layout = {name: typed(found.get(name), type(default), name) for name, default in empty.items()}
@@ -155,7 +159,7 @@ def _layout(source: Path) -> dict[str, Any]:
         for shape in layout["flattened"].values():
             for size in shape:
                 whole(size, "a size")
-        for key in layout["values"]:
+        for key in (*layout["values"], *layout["extra_states"]):
             safe_name(key)
         return layout
     except (FileNotFoundError, NotADirectoryError):

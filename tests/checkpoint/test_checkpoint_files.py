@@ -223,6 +223,21 @@ def test_metadata_leads_nowhere_else(tmp_path: Path, path: str) -> None:
         read_metadata(tmp_path / "in")
 
 
+def test_plans_in_metadata_are_not_read(tmp_path: Path) -> None:
+    """Megatron 0.19 appends what each rank has written."""
+    writer = RanksWriter(tmp_path / "in", 1)
+    writer.tensor("t", (2,), [(0, (0,), torch.ones(2))])
+    entry = writer.metadata.state_dict_metadata["t"]
+    plan = dcp.DefaultSavePlanner()
+    plan.set_up_planner({"t": torch.ones(2), "v": 1}, is_coordinator=True)
+    writer.metadata.all_local_plans = [plan.create_local_plan()]  # type: ignore[attr-defined]
+    writer.close()
+    reader = CheckpointReader(tmp_path / "in")
+    assert reader.tensor("t").tolist() == [1, 1]
+    assert reader.metadata.state_dict_metadata["t"].size == entry.size  # type: ignore[union-attr]
+    assert not hasattr(reader.metadata, "all_local_plans")
+
+
 def test_metadata_of_newer_torch_is_read(tmp_path: Path) -> None:
     """Metadata of torch 2.15, which appends strides to a tensor's properties, is read.
 

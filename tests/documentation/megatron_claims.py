@@ -51,6 +51,7 @@ _B = "programs/test_comm_buffers.py::"
 _O = "runtime/test_optimizer.py::"
 _K = "checkpoint/test_checkpoint.py::"
 _V = "checkpoint/test_convert.py::"
+_R = "checkpoint/test_megatron_core.py::"
 
 _BRIDGE = [
     (
@@ -195,7 +196,7 @@ _BRIDGE = [
         "Legacy checkpoint formats: Must use `fsdp_dtensor` format",
         WRITTEN,
         "`mfsdp convert` makes it of `torch_dist`",
-        f"{_T}test_errors {_V}test_torch_dist_there_and_back",
+        f"{_T}test_errors {_V}test_torch_dist_there_and_back {_R}test_a_round_trip",
         "mfsdp convert IN OUT",
     ),
     (
@@ -972,7 +973,7 @@ _OVERVIEW = [
         "not interchangeable with `torch_dist` or `zarr`: you cannot load an `fsdp_dtensor` checkpoint into a non-FSDP run or vice versa",
         WRITTEN,
         "`mfsdp convert` converts `torch_dist` both ways; `zarr` is refused",
-        f"{_V}test_torch_dist_there_and_back {_T}test_errors",
+        f"{_V}test_torch_dist_there_and_back {_T}test_errors {_R}test_a_round_trip",
         "mfsdp convert IN OUT --to torch_dist",
     ),
     (
