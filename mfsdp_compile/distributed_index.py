@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from mfsdp_compile.runtime.topology import ShardingStrategy
 __all__ = ["FSDPDistributedIndex"]
 
 
+@dataclass(eq=False, repr=False)
 class FSDPDistributedIndex:
     """The device meshes and process groups of a sharded model. Communicates nothing.
 
@@ -29,32 +30,28 @@ class FSDPDistributedIndex:
         TypeError, ValueError: If dimensions and groups do not fit together.
     """
 
-    def __init__(
-        self,
-        device_mesh: DeviceMesh,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: dist.ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    ) -> None:
-        outer = ShardingStrategy.OPTIM if hsdp_outer_dp_shard else ShardingStrategy.NO_SHARD
-        strategy = ShardingStrategy.OPTIM_GRADS_PARAMS
-        build_topology(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, strategy, outer, fsdp_group_ag)
-        self.device_mesh = device_mesh
-        self.dp_shard_dim = dp_shard_dim
-        self.dp_outer_dim = dp_outer_dim
-        self.tp_dim = tp_dim
-        self.hybrid_fsdp_group = hybrid_fsdp_group
-        self.hybrid_fsdp_expt_group = hybrid_fsdp_expt_group
-        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        self.expt_device_mesh = expt_device_mesh
-        self.fsdp_group_ag = fsdp_group_ag
-        self.expt_fsdp_group_ag = expt_fsdp_group_ag
+    device_mesh: DeviceMesh
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
+    hsdp_outer_dp_shard: bool = False
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        outer = ShardingStrategy.OPTIM if self.hsdp_outer_dp_shard else ShardingStrategy.NO_SHARD
+        build_topology(
+            self.device_mesh,
+            self.dp_shard_dim,
+            self.dp_outer_dim,
+            self.hybrid_fsdp_group,
+            ShardingStrategy.OPTIM_GRADS_PARAMS,
+            outer,
+            self.fsdp_group_ag,
+        )
 
     @classmethod
     def of(cls, index: object) -> FSDPDistributedIndex | None:
@@ -63,7 +60,7 @@ class FSDPDistributedIndex:
             return index
         if not isinstance(getattr(index, "device_mesh", None), DeviceMesh) or not hasattr(index, "get_fsdp_group"):
             return None
-        given: dict[str, Any] = {name: getattr(index, name, None) for name in inspect.signature(cls).parameters}
+        given: dict[str, Any] = {of.name: getattr(index, of.name, None) for of in fields(cls)}
         if given["expt_device_mesh"] is given["device_mesh"]:  # how theirs says that there is none
             given["expt_device_mesh"] = given["hybrid_fsdp_expt_group"] = None
         given["hsdp_outer_dp_shard"] = bool(given["hsdp_outer_dp_shard"])

@@ -18,8 +18,8 @@ holds a whole model, values of the last two units, which the backward reads at o
 backward graph: there they are in the way of no pattern that the inner compiler looks for. :func:`place` moves them apart
 when gathers have their places. Places are relative to units, and no collective moves.
 
-Needs: the forward and backward graph of one joint graph, with roles. Leaves: copies in the place of saved values among
-forward's outputs, with the name of a placeholder in the backward graph.
+Needs: the forward and backward graphs of one joint graph, with roles. Leaves: a forward graph that returns copies on the
+host instead of the chosen values, and a backward graph that takes these copies as inputs.
 """
 
 from __future__ import annotations

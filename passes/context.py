@@ -61,10 +61,9 @@ class SchedulePolicy:
             reductions started since exceed this.
         keep_last: Whether a graph that holds the whole model keeps the bucket that forward uses last for the backward,
             which needs it first.
-        activation_offload: Values saved for backward that a compiled graph keeps in host memory between forward and
-            backward: True: all that are worth a copy; ``"auto"``: of these, the largest of each unit that can be copied in
-            the time of the next one; a number: the ones that are saved first, until they are that many bytes together;
-            False: none. See :mod:`.activations`.
+        activation_offload: Which values saved for backward wait for it in host memory. False: none. True: all that are
+            worth a copy. ``"auto"``: the largest of each unit, as far as the link can copy them while the next unit
+            computes. A number: the first ones, up to about that many bytes. See :mod:`.activations`.
         activation_offload_least: Values of fewer bytes stay on the device.
         budget_reserve: Fraction of the budget left free for memory that a prediction does not see: kernel workspaces
             and allocator rounding.

@@ -183,8 +183,8 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     """Return the passes that run over a graph, in order.
 
     Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
-    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow user passes, the verifier,
-    and :mod:`.announce`.
+    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow user
+    passes, the verifier, and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []

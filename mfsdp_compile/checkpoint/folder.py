@@ -237,14 +237,10 @@ class Checkpoints:
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
             if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
-                whole = (
-                    {"state": state["optimizer"]["state"]}
-                    if optimizer is not None and whole_step_of(optimizer)
-                    else None
-                )
-                state.update({key: sharded_part(value) for key, value in state.items()})
-                if whole is not None:  # of what this rank steps
-                    state["optimizer"] = whole
+                parts = {key: sharded_part(value) for key, value in state.items()}
+                if optimizer is not None and whole_step_of(optimizer) is not None:  # of what this rank steps
+                    parts["optimizer"] = {"state": state["optimizer"]["state"]}
+                state.update(parts)
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 

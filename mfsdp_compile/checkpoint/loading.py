@@ -328,7 +328,11 @@ class _LoadPlan:
 
     def _path(self, key: str) -> tuple[Any, ...]:
         """Return the path of a stored value in the dictionaries and lists that were saved."""
-        return (self._reader.metadata.planner_data or {}).get(key) or tuple(key.split("."))
+        return self._recorded_path(key) or tuple(key.split("."))
+
+    def _recorded_path(self, key: str) -> tuple[Any, ...]:
+        """Return the path that the checkpoint records; empty if it records none."""
+        return (self._reader.metadata.planner_data or {}).get(key, ())
 
     def _value(self, key: str) -> Any:
         return self._reader.tensor(key) if self._reader.is_tensor(key) else self._reader.value(key)
@@ -383,8 +387,7 @@ class _LoadPlan:
 
     def _is_empty_state(self, key: str) -> bool:
         """Whether a stored value is the empty state of a parameter that another rank stepped (``whole=True``)."""
-        path = (self._reader.metadata.planner_data or {}).get(key, ())
-        return len(path) == 3 and isinstance(self._stored[key], BytesStorageMetadata)
+        return len(self._recorded_path(key)) == 3 and isinstance(self._stored[key], BytesStorageMetadata)
 
     def _with_state(self, prefix: str) -> set[str]:
         start = f"optimizer.state.{prefix}"
@@ -398,7 +401,7 @@ class _LoadPlan:
 
     def _state_path(self, key: str) -> tuple[Any, ...]:
         """Return the stored name of a parameter, and the path of a value in its state."""
-        path = (self._reader.metadata.planner_data or {}).get(key, ())
+        path = self._recorded_path(key)
         return path[2:] if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
 
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

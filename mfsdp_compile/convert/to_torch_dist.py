@@ -148,8 +148,14 @@ def _carried_bytes(source: Path, name: str) -> bytes | None:
 
 
 def _layout(source: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
-    empty["extra_states"] = []
+    empty: dict[str, Any] = {
+        "stacked": {},
+        "mtp_renamed": False,
+        "flattened": {},
+        "values": [],
+        "extra_states": [],
+        "chained": {},
+    }
     try:
         found = typed(read_json(inside(source, f"{CARRIED}/layout.json")), dict, "it")
         layout = {name: typed(found.get(name), type(default), name) for name, default in empty.items()}

@@ -39,10 +39,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be a dtype that
-    the sharded model computes in; there is no autocast. ``save_state`` writes shards to :data:`FOLDER`, which can
-    be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return and write the whole model, on the
-    first rank.
+    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged.
+    ``mixed_precision`` must be a dtype that the sharded model computes in; there is no autocast. ``save_state`` writes
+    shards to :data:`FOLDER`, which can be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return
+    and write the whole model, on the first rank.
     """
 
     _models: list[nn.Module]

@@ -6,8 +6,9 @@
     Trainer.Config(model_spec=spec, ...)
 
 Data-parallel and hybrid sharding, activation checkpointing, compilation, mixed precision and offload to host memory
-follow the job's configuration. torchtitan's trainer, optimizers and checkpoints need no changes. The loss may: ``ChunkedLossWrapper``
-calls the model's head outside of the model's forward, where its parameters are sharded. Use ``CrossEntropyLoss``.
+follow the job's configuration. torchtitan's trainer, optimizers and checkpoints need no changes. The loss may:
+``ChunkedLossWrapper`` calls the model's head outside of the model's forward, where its parameters are sharded. Use
+``CrossEntropyLoss``.
 Written for torchtitan 0.3.
 """
 

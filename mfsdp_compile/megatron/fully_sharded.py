@@ -122,8 +122,8 @@ class FullyShardedDataParallel(MegatronFSDP):
     ) -> dict[str, Any]:
         """Return ``state_dict()``, for ``torch.distributed.checkpoint`` (``fsdp_dtensor``). Communicates nothing.
 
-        As in Megatron's checkpoints of this format, it has no ``_extra_state`` of Transformer Engine's layers: scales of
-        delayed scaling start anew. ``state_dict()`` and :mod:`mfsdp_compile.checkpoint` keep them.
+        As in Megatron's checkpoints of this format, the ``_extra_state`` of Transformer Engine's layers is left out, so
+        delayed scaling starts over after a load. ``state_dict()`` and :mod:`mfsdp_compile.checkpoint` keep it.
 
         Args:
             prefix: Prefix of all names.
@@ -147,7 +147,8 @@ class FullyShardedDataParallel(MegatronFSDP):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict. With ``strict``, it may still lack what :meth:`sharded_state_dict` leaves out."""
         found = super().load_state_dict(state_dict, strict=False, assign=assign)
-        missing = [name for name in found.missing_keys if name not in {*self._te_states()}]
+        left_out = {*self._te_states()}
+        missing = [name for name in found.missing_keys if name not in left_out]
         if strict and (missing or found.unexpected_keys):
             return super().load_state_dict(state_dict, strict=True, assign=assign)  # raises, with torch's message
         return type(found)(missing, found.unexpected_keys)

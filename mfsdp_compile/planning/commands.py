@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--offload",
-        choices=("none", "optimizer", "all", "auto"),
+        choices=OFFLOAD,
         default="none",
         help="keep optimizer state and gradients in host memory (offload_policy=OptimizerOffloadPolicy()), or shards too "
         "(CPUOffloadPolicy()); auto: of as many units as it takes to fit (default: %(default)s)",
@@ -397,17 +397,14 @@ def _host(forecast: Forecast, row: Planned) -> str:
     if row.offload == NOTHING:
         return "0.0"
     held = sum(host_memory(row.context.buckets, forecast.job.optimizer).values())
-    units = len(modules_of(row.context.buckets))
-    whole = min(row.offload.whole, units)
-    counts = {"all": whole, "optimizer": min(row.offload.optimizer, units - whole)}
-    return f"{held / (1 << 30):,.1f} {', '.join(f'{kind} {count}' for kind, count in counts.items() if count)}"
+    kinds = zip(("all", "optimizer"), row.offload.of(modules_of(row.context.buckets)), strict=True)
+    return f"{held / (1 << 30):,.1f} {', '.join(f'{kind} {len(units)}' for kind, units in kinds if units)}"
 
 
 def _show_offload(console: Console, best: Planned) -> None:
     """Print what to write for the units that the best plan offloads."""
     units = modules_of(best.context.buckets)
-    whole = units[: best.offload.whole]
-    optimizer = units[len(whole) :][: best.offload.optimizer]
+    whole, optimizer = best.offload.of(units)
     said = []
     for policy, names in (("CPUOffloadPolicy()", whole), ("OptimizerOffloadPolicy()", optimizer)):
         if len(names) == len(units):

@@ -1,7 +1,7 @@
 """Which units a plan keeps in host memory.
 
-Units are offloaded in the model's order, from the first on. The more are, the less memory a rank's device needs, and the
-more the link and the CPU have to do:
+Units are offloaded in the model's order, from the first on. With more of them, a rank's device needs less memory, and the
+link and the CPU have more to do:
 
     0              n              2 n     steps for n units
     |- optimizer --|-- shards too --|
@@ -37,6 +37,11 @@ class OffloadedUnits:
     whole: int = 0
     optimizer: int = 0
 
+    def of(self, modules: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return those of ``modules`` whose shards are in host memory too, and those of which only the optimizer is."""
+        rest = list(modules[self.whole :])
+        return list(modules[: self.whole]), rest[: self.optimizer]
+
 
 NOTHING = OffloadedUnits()
 
@@ -68,13 +73,13 @@ def offload(buckets: Sequence[BucketInfo], units: OffloadedUnits) -> list[Bucket
 
     Where a unit has buckets without gathers, such as experts that no other rank shares, all of its shards stay.
     """
-    order = {name: number for number, name in enumerate(modules_of(buckets))}
+    whole, optimizer = units.of(modules_of(buckets))
     without_gather = {_module_of(info) for info in buckets if not info.exchange.gather_group}
-    found = []
+    fetched = {*whole} - without_gather
+    offloaded, found = {*whole, *optimizer}, []
     for info in buckets:
-        number = order[_module_of(info)]
-        if number < units.whole + units.optimizer:
-            keeps_copy = (number >= units.whole or _module_of(info) in without_gather) and not info.has_resident
+        if _module_of(info) in offloaded:
+            keeps_copy = _module_of(info) not in fetched and not info.has_resident
             exchange = info.exchange._replace(offload="cuda", pins=True, keeps_copy=keeps_copy)
             info = replace(info, exchange=exchange)
         found.append(info)

@@ -521,10 +521,8 @@ class Bucket:
         It is copied again if the shard has changed.
         """
         if self._on_device_of != self.flat._version:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # a tensor of inference mode could not be written to later
+            # A tensor of inference mode could not be written to later.
+            with torch.inference_mode(False), torch.no_grad():
                 if self._on_device is None:
                     self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
                 self._on_device.copy_(self.fetched())

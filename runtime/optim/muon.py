@@ -18,7 +18,7 @@ Scalable for LLM Training" (https://arxiv.org/abs/2502.16982), which gathers ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ __all__ = [
     "cut_of",
     "legs_of",
     "owners",
+    "together",
+    "whole_cut",
     "whole_item",
 ]
 
@@ -60,11 +62,7 @@ class ShardedMuon(torch.optim.Muon):
             for param in params:
                 if "momentum_buffer" not in self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
-            together: dict[Any, list[RowShardedTensor]] = {}
-            for param in params:
-                cut = cut_of(param.split)
-                together.setdefault((param.topology, cut and cut.group.name), []).append(param)
-            for (topology, _), its in together.items():
+            for (topology, _), its in together(params, cut_of).items():
                 self._update(its, topology, group)
         return loss
 
@@ -231,7 +229,12 @@ class Item:
 
 def whole_item(split: RowSplit) -> Item:
     """Return a parameter as one item."""
-    return Item(split, range(math.prod(split.part_shape)), split.shape, cut_of(split, len(split.shape)))
+    return Item(split, range(math.prod(split.part_shape)), split.shape, whole_cut(split))
+
+
+def whole_cut(split: RowSplit) -> Cut | None:
+    """Return how a parameter, with all of its dimensions, is divided over ranks that are not data-parallel."""
+    return cut_of(split, len(split.shape))
 
 
 def _count(split: RowSplit) -> int:
@@ -268,6 +271,17 @@ def cut_of(split: RowSplit, inner: int = 2) -> Cut | None:
     most = -(-size // group.size)  # as torch.chunk, and DTensor, divide
     sizes = tuple(min(most, max(size - rank * most, 0)) for rank in range(group.size))
     return Cut(group, dim - (ndim - inner), sizes)
+
+
+def together(
+    params: Iterable[RowShardedTensor], cut: Callable[[RowSplit], Cut | None]
+) -> dict[tuple[Topology, str | None], list[RowShardedTensor]]:
+    """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
+    found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
+    for param in params:
+        its = cut(param.split)
+        found.setdefault((param.topology, its.group.name if its is not None else None), []).append(param)
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..memory.tensor import RowShardedTensor
 from ..topology import Topology
-from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, whole_item
+from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
 
 __all__ = ["WholeStep", "whole_step_of"]
 
@@ -52,8 +52,8 @@ class WholeStep:
         groups = self._optimizer.param_groups
         given = [group["params"] for group in groups]
         params = [param for group in given for param in group if _gradient(param) is not None]
-        together = _together(params)
-        for (topology, _), its in together.items():
+        groups_of_ranks = together(params, whole_cut)
+        for (topology, _), its in groups_of_ranks.items():
             self._fetch(its, topology)
         state = self._optimizer.state
         wholes = {param: self._wholes[param] for param in params if self.owns(param)}
@@ -74,13 +74,13 @@ class WholeStep:
         for param in params:
             # torch's get_optimizer_state_dict takes a step on ranks without state, which would wait for the others.
             state.setdefault(param, {})
-        for (topology, _), its in together.items():
+        for (topology, _), its in groups_of_ranks.items():
             self._give_back(its, topology)
         return result if closure is None else loss
 
     def owns(self, param: RowShardedTensor) -> bool:
         """Whether this rank steps ``param``, and holds its state."""
-        owner, cut = self._owner_of(param), whole_item(param.split).cut
+        owner, cut = self._owner_of(param), whole_cut(param.split)
         return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
 
     def take_owners(self, other: WholeStep, copy_of: Mapping[RowShardedTensor, RowShardedTensor]) -> None:
@@ -97,7 +97,7 @@ class WholeStep:
         new = [p for group in self._optimizer.param_groups for p in group["params"] if p not in self._owner]
         for param in new:
             check_is_one_parameter(param)
-        for (topology, _), params in _together(new).items():
+        for (topology, _), params in together(new, whole_cut).items():
             found = owners([whole_item(param.split) for param in params], topology.shards)
             self._owner.update(zip(params, found, strict=True))
 
@@ -116,7 +116,7 @@ class WholeStep:
 
     def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
         # Cached: computing it involves every shard of every parameter. Groups of parts are made again after failures.
-        cut = whole_item(params[0].split).cut
+        cut = whole_cut(params[0].split)
         key = (cut and cut.group.name, *map(id, params))
         if key not in self._routes:
             items = [whole_item(param.split) for param in params]
@@ -150,15 +150,6 @@ class WholeStep:
                 param = params[n]
                 rows = flat.view(param.to_local().shape).to(param.device)
                 param.copy_(RowShardedTensor.wrap(rows, param.split, topology))
-
-
-def _together(params: list[RowShardedTensor]) -> dict[tuple[Topology, str | None], list[RowShardedTensor]]:
-    """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
-    found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
-    for param in params:
-        cut = whole_item(param.split).cut
-        found.setdefault((param.topology, cut.group.name if cut is not None else None), []).append(param)
-    return found
 
 
 def _grad_attribute(param: RowShardedTensor) -> str:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import re
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,18 +93,6 @@ def value_at(config: Any, path: str) -> Any:
 def _without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """Yield the list of logged lines."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("mfsdp_compile.megatron")
-    log.addHandler(handler)
-    yield lines
-    log.removeHandler(handler)
 
 
 # -- adjustments ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,17 +44,6 @@ def run(name: str, **given: Any) -> SimpleNamespace:
     text = (PRINTED / name).read_text(encoding="utf-8")
     exec(compile(text.replace('"cuda"', '"cpu"'), name, "exec"), given)
     return SimpleNamespace(**given)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("mfsdp_compile.megatron")
-    log.addHandler(handler)
-    yield lines
-    log.removeHandler(handler)
 
 
 # -- Megatron Bridge ----------------------------------------------------------------------------------------------
@@ -353,7 +340,7 @@ def test_the_walkthrough_of_the_readme() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_mesh_with_outer_ranks_that_are_not_named() -> None:
-    """Of size 1 they change nothing; others are refused, as their ranks would not be reduced over."""
+    """Outer ranks without a name are ignored if there is only one. Several are refused: gradients would not be reduced over them."""
     names = ("dp_outer", "dp_shard")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 4), mesh_dim_names=names)
     model = fully_shard_model(

@@ -149,7 +149,7 @@ MORE_RUNTIME = (
     Mutant(
         "mfsdp_compile/checkpoint/folder.py",
         "state of other owners is not saved",
-        "                if whole is not None:",
+        "                if optimizer is not None and whole_step_of(optimizer) is not None:",
         "                if False:",
         WHOLE_STATE,
     ),

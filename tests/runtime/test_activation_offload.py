@@ -150,7 +150,7 @@ def test_places() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_choice() -> None:
-    """Of the values that are large enough, the first ones that are saved, until they are as many bytes as asked for."""
+    """A number of bytes offloads the first values that are large enough, until the number is reached."""
     _, record = _graphs(activation_offload=800, activation_offload_least="0.3KiB")
     assert _lines(record, Phase.JOINT)[0] == "1,344 B of saved values are offloaded"
     assert any(line.endswith("stay: smaller than 307 B") for line in _lines(record, Phase.JOINT))

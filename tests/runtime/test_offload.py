@@ -293,6 +293,14 @@ def test_a_later_write_is_seen() -> None:
     assert not torch.equal(before, call(data))
 
 
+def assert_refused(words: str, **sharding: Any) -> None:
+    """Assert that a way to shard is refused by name, and that the model stays as it was."""
+    model = build(zoo.Plain)
+    with pytest.raises(NotImplementedError, match=words):
+        fully_shard_model(model, fsdp_unit_modules=[zoo.Block], **sharding)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
 @on_ranks(2)
 def test_refusals() -> None:
     """What cannot be offloaded is refused by name, and the model stays as it was."""
@@ -302,10 +310,7 @@ def test_refusals() -> None:
         ({"mixed_precision_policy": quantized}, "gathered quantized"),
         ({"cuda_graph_mode": True}, "CUDA graph"),
     ):
-        model = build(zoo.Plain)
-        with pytest.raises(NotImplementedError, match=words):
-            fully_shard_model(model, fsdp_unit_modules=[zoo.Block], **OFFLOADED, **sharding)
-        assert all(type(param) is nn.Parameter for param in model.parameters())
+        assert_refused(words, **OFFLOADED, **sharding)
     for policy, error, words in (
         (True, TypeError, "CPUOffloadPolicy"),
         ({"blocks": CPUOffloadPolicy()}, TypeError, "no module or class"),

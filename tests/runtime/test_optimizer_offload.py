@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, assert_bitwise, batches, build, shard, train_sharded
 from pool import on_ranks
-from test_offload import copies
+from test_offload import assert_refused, copies
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -204,10 +204,7 @@ def test_refusals() -> None:
         ({"mixed_precision_policy": quantized}, "gathered quantized"),
         ({"cuda_graph_mode": True}, "CUDA graph"),
     ):
-        model = build(zoo.Plain)
-        with pytest.raises(NotImplementedError, match=words):
-            fully_shard_model(model, fsdp_unit_modules=[zoo.Block], **OFFLOADED, **sharding)
-        assert all(type(param) is nn.Parameter for param in model.parameters())
+        assert_refused(words, **OFFLOADED, **sharding)
     mine = OptimizerOffloadPolicy() if dist.get_rank() else CPUOffloadPolicy()
     with pytest.raises(RuntimeError, match="gathered from the device"):
         fully_shard_model(build(zoo.Plain), fsdp_unit_modules=[zoo.Block], offload_policy=mine)

@@ -316,19 +316,23 @@ def test_whole_steps_of_tensor_parallel_parameters(tmp_path: Path) -> None:
     assert_equal(other, alone)
 
 
-@pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
-@on_ranks(2, 4)
-def test_muon_over_tensor_parallel_matrices(dims: tuple[int, int]) -> None:
-    """Matrices that tensor-parallel ranks divide, by rows and by columns, are assembled from all ranks."""
-    expected = one_by_one(params_of(parity.build(Divided)), 3)
-    model = divided(dims)
-    params = params_of(model)
+def assert_muon_is(expected: dict[str, Tensor], params: dict[str, Any]) -> None:
+    """Take three steps of Muon, and compare the whole parameters."""
     optimizer = fully_shard_optimizer(muon_over(params))
     for step in range(3):
         set_gradients(params, step)
         optimizer.step()
     for name, param in params.items():
         assert torch.equal(param.full_tensor(), expected[name]), name
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
+@on_ranks(2, 4)
+def test_muon_over_tensor_parallel_matrices(dims: tuple[int, int]) -> None:
+    """Matrices that tensor-parallel ranks divide, by rows and by columns, are assembled from all ranks."""
+    expected = one_by_one(params_of(parity.build(Divided)), 3)
+    model = divided(dims)
+    assert_muon_is(expected, params_of(model))
 
 
 @on_ranks(4)
@@ -345,13 +349,7 @@ def test_muon_over_expert_parallel_stacks() -> None:
     net = parity.build(Net)
     net.experts.up = nn.Parameter(net.experts.up.detach().chunk(2)[mesh.get_local_rank("ep")].clone())
     model = fully_shard_model(net, expt_device_mesh=mesh, dp_shard_dim="fsdp")
-    params = params_of(model)
-    optimizer = fully_shard_optimizer(muon_over(params))
-    for step in range(3):
-        set_gradients(params, step)
-        optimizer.step()
-    for name, param in params.items():
-        assert torch.equal(param.full_tensor(), expected[name]), name
+    assert_muon_is(expected, params_of(model))
 
 
 def test_muon_refuses_what_is_no_matrix(fake_world: int) -> None:
