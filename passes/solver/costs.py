@@ -4,7 +4,8 @@ The model is deterministic, takes and returns plain data, and measures nothing. 
 hardware file compute the same numbers.
 
 Computation. A matrix product takes the time of its floating-point operations or of its bytes, whichever is longer (the
-roofline of https://doi.org/10.1145/1498765.1498785). All other kernels take the time of their bytes. If the inner
+roofline of https://doi.org/10.1145/1498765.1498785). On GPUs its efficiency depends on its shape (:func:`tile_efficiency`),
+and on the clock under sustained load. All other kernels take the time of their bytes. If the inner
 compiler fuses kernels, consecutive fusible operators count as one kernel. It reads inputs from outside and writes
 outputs that are read outside; values in between are not counted. Times are those of large kernels; a kernel takes at
 least ``kernel_seconds``.
@@ -92,16 +93,14 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
     local = ring.in_node(hardware.ranks_per_node)
     nodes = math.ceil(ring.size / local)
     inside, between = hardware.intra_node, hardware.inter_node
-    contention = 1 + hardware.network_contention * math.log2(nodes)
     bandwidth = inside.bandwidth
     if nodes > 1:
-        leaving = local * between.bandwidth / contention
-        bandwidth = leaving if local == 1 else min(inside.bandwidth, leaving)
+        bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
     latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
     moved = (ring.size - 1) / ring.size * payload / bandwidth
     if kind == "all_to_all":  # links inside and between nodes work in parallel
         apart = payload / ring.size
-        moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart * contention / between.bandwidth)
+        moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
     if kind == "all_reduce":
         tree = 2 * ((local - 1) * inside.latency + math.log2(nodes) * between.latency)
         return hardware.collective_seconds + min(2 * latency, tree) + 2 * moved

@@ -119,17 +119,6 @@ def test_products_know_their_shape_and_the_clock() -> None:
     assert slow.compute(1e9, 0, torch.float32, attention=True) == pytest.approx(2e-3 / 0.8)
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-def test_contention_grows_with_nodes(kind: str) -> None:
-    crowded = replace(MACHINE, network_contention=0.5)
-    for ranks, longer in ((4, 1.0), (8, 1.5), (32, 2.5)):  # 1, 2 and 8 nodes
-        here, there = (
-            collective_seconds(kind, 1 << 30, Ring(ranks), machine) - collective_seconds(kind, 0, Ring(ranks), machine)
-            for machine in (replace(MACHINE, intra_node=Link(1e15, 0)), replace(crowded, intra_node=Link(1e15, 0)))
-        )
-        assert there == pytest.approx(longer * here)
-
-
 def attention(causal: bool, backward: bool) -> Kernel:
     made = Made()
     query, key, value, out = (made.input(2, 8, length, 64) for length in (128, 256, 256, 128))
