@@ -74,7 +74,9 @@ def quick(products: Products) -> Effort:
     """
     base = ON_CUDA if torch.cuda.is_available() else ON_CPU
     sizes = base.collective_bytes[::2]
-    return replace(base, matmul=products, memory_bytes=base.memory_bytes // 4, collective_bytes=sizes, round_seconds=0.02, rounds=3)
+    return replace(
+        base, matmul=products, memory_bytes=base.memory_bytes // 4, collective_bytes=sizes, round_seconds=0.02, rounds=3
+    )
 
 
 def cache_folder() -> Path:

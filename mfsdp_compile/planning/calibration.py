@@ -30,7 +30,18 @@ from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
 
-__all__ = ["ON_CPU", "ON_CUDA", "Effort", "Measured", "Timing", "calibrate", "describe", "fit_link", "measure_rank", "threads_of"]
+__all__ = [
+    "ON_CPU",
+    "ON_CUDA",
+    "Effort",
+    "Measured",
+    "Timing",
+    "calibrate",
+    "describe",
+    "fit_link",
+    "measure_rank",
+    "threads_of",
+]
 
 
 @dataclass(frozen=True)
