@@ -8,6 +8,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich import box
@@ -18,17 +19,25 @@ from rich.table import Table
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
+from mfsdp_compile.passes.solver.simulate import host_memory
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
+from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of
 from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
 
+OFFLOAD: dict[str, OffloadedUnits | Literal["auto"]] = {
+    "none": NOTHING,
+    "optimizer": OffloadedUnits(optimizer=EVERY),
+    "all": OffloadedUnits(whole=EVERY),
+    "auto": "auto",
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -133,6 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the backward gathers again: true, false, auto, or a number of neighbors to gather over, as the option "
         "reshard_after_forward (default: %(default)s)",
     )
+    parser.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "all", "auto"),
+        default="none",
+        help="keep optimizer state and gradients in host memory (offload_policy=OptimizerOffloadPolicy()), or shards too "
+        "(CPUOffloadPolicy()); auto: of as many units as it takes to fit (default: %(default)s)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
@@ -191,6 +207,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             by_parameter=given.no_bucketing,
             buffers=BufferPolicy(given.double_buffer or given.maxpool_double_buffer, given.maxpool_double_buffer),
             microbatches=given.microbatches,
+            offload=OFFLOAD[given.offload],
         )
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto also tries unit sizes: remove --unit, or pass a size to --bucket")
@@ -210,11 +227,12 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     _show(console, forecast)
     if forecast.best is None:
         return 1
+    _show_offload(console, forecast.best)
     if given.bucket == "auto":
         _show_sizes(console, forecast)
     best = forecast.best
     if given.details or given.html:
-        report = report_of(forecast, planned(job, forecast.stages, best.candidate, details=True))
+        report = report_of(forecast, planned(forecast.job_of(best), forecast.stages, best.candidate, details=True))
         if given.details:
             console.print(to_text(report), highlight=False, markup=False)
         if given.html:
@@ -223,9 +241,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
     if given.schedule:
         assert best.decisions is not None
-        ScheduleText.of(problem_of(job, forecast.trace_of(best), best.candidate).lines(best.decisions)).save(
-            given.schedule
-        )
+        ScheduleText.of(
+            problem_of(forecast.job_of(best), forecast.trace_of(best), best.candidate).lines(best.decisions)
+        ).save(given.schedule)
         console.print(f"schedule: {given.schedule}", highlight=False)
     return 0
 
@@ -275,12 +293,19 @@ def _show(console: Console, forecast: Forecast) -> None:
             "end of a name: parameters are gathered once per step",
             highlight=False,
         )
+    offloaded = any(row.offload != NOTHING for row in forecast.rows)
+    if offloaded:
+        console.print(
+            "host is what a rank has in host memory, of so many units: their optimizer state and gradients (optimizer), or also "
+            "their shards (all)",
+            highlight=False,
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    idle = ["idle"] if pipelined else []
-    for name in ("ranks", "sharding", "GiB", "step", "tok/s", "MFU", "exposed", *idle, "kept", ""):
+    host, idle = ["host"] if offloaded else [], ["idle"] if pipelined else []
+    for name in ("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", ""):
         table.add_column(name, justify="left" if name in ("sharding", "") else "right", no_wrap=True)
     for row in forecast.rows:
-        table.add_row(*_cells(forecast, row, pipelined), style=None if row.fits else "dim")
+        table.add_row(*_cells(forecast, row, pipelined, offloaded), style=None if row.fits else "dim")
     _print_table(console, table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
@@ -347,8 +372,10 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
     )
 
 
-def _cells(forecast: Forecast, row: Planned, pipelined: bool) -> list[str]:
+def _cells(forecast: Forecast, row: Planned, pipelined: bool, offloaded: bool) -> list[str]:
     start = [f"{row.candidate.world:,}", str(row.candidate), f"{row.needed / (1 << 30):,.1f}"]
+    if offloaded:
+        start.append(_host(forecast, row))
     if row.timeline is None or row.decisions is None:
         return [*start, *[""] * (6 if pipelined else 5), "too much"]
     exposed = [percent_text(row.timeline.exposed_seconds, row.timeline.seconds)]
@@ -363,6 +390,40 @@ def _cells(forecast: Forecast, row: Planned, pipelined: bool) -> list[str]:
         f"{len(row.decisions.kept)}{_portions(row)}",
         "best" if row is forecast.best else "",
     ]
+
+
+def _host(forecast: Forecast, row: Planned) -> str:
+    """Return text such as ``12.0 all 20, optimizer 14``: GiB in host memory, and the units they are of."""
+    if row.offload == NOTHING:
+        return "0.0"
+    held = sum(host_memory(row.context.buckets, forecast.job.optimizer).values())
+    units = len(modules_of(row.context.buckets))
+    whole = min(row.offload.whole, units)
+    counts = {"all": whole, "optimizer": min(row.offload.optimizer, units - whole)}
+    return f"{held / (1 << 30):,.1f} {', '.join(f'{kind} {count}' for kind, count in counts.items() if count)}"
+
+
+def _show_offload(console: Console, best: Planned) -> None:
+    """Print what to write for the units that the best plan offloads."""
+    units = modules_of(best.context.buckets)
+    whole = units[: best.offload.whole]
+    optimizer = units[len(whole) :][: best.offload.optimizer]
+    said = []
+    for policy, names in (("CPUOffloadPolicy()", whole), ("OptimizerOffloadPolicy()", optimizer)):
+        if len(names) == len(units):
+            console.print(f"offload_policy={policy}", highlight=False, markup=False)
+            return
+        names = ["the model itself" if name == "root" else name for name in names]
+        if names:
+            said.append(
+                f"{policy} for {names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} ({len(names)} of {len(units)} units)"
+            )
+    if said:
+        console.print(
+            f"offload_policy: a mapping of modules, with {' and '.join(said)}, in the order of forward",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _portions(row: Planned) -> str:
@@ -390,11 +451,11 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
             ("pipeline", f"{microbatches} microbatches through {stages} stages, this is the {row.stage + 1}. of them")
         )
         numbers.append(("idle", f"{percent_text(row.idle, row.timeline.seconds)} of the step (predicted)"))
-    lines = problem_of(job, traced, row.candidate).lines(row.decisions)
+    lines = problem_of(forecast.job_of(row), traced, row.candidate).lines(row.decisions)
     source = dict(job.hardware.sources)
     return StepReport(
         f"Plan of {job.work.name} on {row.candidate.world:,} ranks of {job.hardware.name}",
-        [*headline(row.timeline, job.usable), *numbers],
+        [*headline(row.timeline, job.usable, host_memory(row.context.buckets, job.optimizer)), *numbers],
         row.timeline,
         row.context.buckets,
         {phase.value: found for phase, found in lines.items()},

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -38,7 +38,8 @@ from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
 
-from . import one_f_one_b
+from . import offloading, one_f_one_b
+from .offloading import EVERY, NOTHING, OffloadedUnits
 from .trace_model import Trace, trace
 from .workloads import UNDIVIDED, Degrees, Workload
 
@@ -159,6 +160,10 @@ class Job:
         buffers: Which buckets use communication buffers: ``fsdp_double_buffer``, ``maxpool_double_buffer``.
         microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
             of stages. Without a pipeline, a step has one.
+        offload: Units in host memory. ``"auto"``: as many as a way to shard needs to fit, or more if that is faster.
+
+    Raises:
+        ValueError: If units are offloaded that are gathered quantized.
     """
 
     work: Workload
@@ -177,6 +182,14 @@ class Job:
     by_parameter: bool = False
     buffers: BufferPolicy = field(default_factory=BufferPolicy)
     microbatches: int | None = None
+    offload: OffloadedUnits | Literal["auto"] = NOTHING
+
+    def __post_init__(self) -> None:
+        if self.offload != NOTHING and self.precision.param_comm_dtype is not None:
+            raise ValueError(
+                "units in host memory cannot be gathered in float8 or float4, from a shard on the device: leave out --offload "
+                "or --gather-fp8 (--gather-fp4)"
+            )
 
     def microbatches_of(self, candidate: Candidate) -> int:
         """Return the number of microbatches in a step.
@@ -217,6 +230,7 @@ class Planned:
         stage: Stage of a pipeline that these results describe, except for the step time; the one that needs most
             memory.
         idle: Seconds that this stage waits for other stages.
+        offload: Units in host memory.
     """
 
     candidate: Candidate
@@ -227,6 +241,7 @@ class Planned:
     refusal: str = ""
     stage: int = 0
     idle: float = 0.0
+    offload: OffloadedUnits = NOTHING
 
     @property
     def fits(self) -> bool:
@@ -261,6 +276,10 @@ class Forecast:
     def stages(self) -> Sequence[Trace]:
         """The model, or the stages of a pipeline, as the best plan divides it."""
         return self.traces[self.best.candidate.degrees] if self.best is not None else next(iter(self.traces.values()))
+
+    def job_of(self, row: Planned) -> Job:
+        """Return the job with the units that this plan offloads."""
+        return replace(self.job, offload=row.offload)
 
     def trace_of(self, row: Planned) -> Trace:
         """Return the trace that a plan uses for one rank."""
@@ -425,6 +444,10 @@ def plan(
     ]
     if not tried:
         raise ValueError(f"{' or '.join(map(str, degrees))} do not divide {list(worlds)} ranks")
+    if job.offload != "auto" and job.offload.whole:
+        tried = [candidate for candidate in tried if candidate.topology().gathers_shards]
+        if not tried:
+            raise ValueError("shards in host memory need ZeRO-3 or HSDP: offload the optimizer only")
     parts = parts or job.bucket_bytes is not None or job.by_module or job.by_parameter
     traces = {
         of: traced_stages(job.work, job.hardware, job.fused, parts=parts, degrees=of)
@@ -478,9 +501,42 @@ def planned(
         details: Also record spans and memory over time.
         stage: Stage of a pipeline to return memory and timeline of. None: the one that needs most memory.
     """
+    if job.offload == "auto":
+        return _with_offload(job, traced, candidate, details=details, stage=stage)
     if candidate.degrees.pipeline > 1:
-        return _Pipelined(job, _stages(traced), candidate).planned(stage, details)
+        found = _Pipelined(job, _stages(traced), candidate).planned(stage, details)
+        return replace(found, offload=job.offload)
     (traced,) = _stages(traced)
+    return replace(_planned_alone(job, traced, candidate, details), offload=job.offload)
+
+
+def _with_offload(
+    job: Job, traced: Trace | Sequence[Trace], candidate: Candidate, *, details: bool, stage: int | None
+) -> Planned:
+    """Plan with as few units in host memory as fit, or with all if that is faster. If it fits without, nothing is offloaded."""
+
+    def after(step: int) -> Planned:
+        if step not in found:
+            units = offloading.step_of(step, buckets)
+            found[step] = planned(replace(job, offload=units), traced, candidate, details=details, stage=stage)
+        return found[step]
+
+    found = {0: planned(replace(job, offload=NOTHING), traced, candidate, details=details, stage=stage)}
+    buckets = found[0].context.buckets
+    most = offloading.steps(buckets, candidate.topology())
+    if found[0].fits or not after(most).fits:
+        return found[0] if found[0].fits else after(most)
+    low, high = 0, most  # the first does not fit, and the second does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if after(middle).fits else (middle, high)
+    units = len(offloading.modules_of(buckets))
+    enough = [step for step in sorted({high, max(high, units), most}) if after(step).fits]
+    return after(min(enough, key=lambda step: _preference(after(step), 1.0)[0]))  # ties go to the fewest units
+
+
+def _planned_alone(job: Job, traced: Trace, candidate: Candidate, details: bool) -> Planned:
+    """Plan without a pipeline."""
     problem = problem_of(job, traced, candidate)
     if job.solved:
         try:
@@ -536,6 +592,8 @@ def _fits(job: Job, stages: Sequence[Trace], candidate: Candidate) -> bool:
     """Return whether the schedule that takes least memory fits."""
     if candidate.degrees.pipeline > 1:
         return planned(replace(job, prefetch=0, reshard=True), stages, candidate).fits
+    if job.offload == "auto":
+        job = replace(job, offload=OffloadedUnits(whole=EVERY))
     problem = problem_of(job, stages[0], candidate)
     try:
         solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
@@ -667,6 +725,8 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     if compat.PIPELINES_HOLD_MESSAGES:
         messages = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
     infos = _with_buffers(infos, job.buffers)
+    if job.offload != "auto":
+        infos = offloading.offload(infos, job.offload)
     other_bytes = traced.buffer_bytes + messages + buffer_bytes(info.exchange for info in infos)
     context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=other_bytes)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}

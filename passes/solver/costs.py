@@ -206,8 +206,8 @@ class CostModel:
         return link.latency + size / link.bandwidth
 
     def fetch(self, info: BucketInfo) -> float:
-        """Return the seconds to fetch a shard from host memory; 0.0 if it rests on the device."""
-        return self.host_copy(info.shard_bytes) if info.exchange.offload else 0.0
+        """Return the seconds to fetch a shard from host memory before a gather; 0.0 if the device has what it sends."""
+        return self.host_copy(info.shard_bytes) if info.is_fetched else 0.0
 
     def host_moved(self, size: int) -> float:
         """Return the seconds in which the CPU reads and writes ``size`` bytes of host memory in total."""

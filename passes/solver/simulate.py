@@ -523,6 +523,9 @@ class _Clock:
         if on_host:  # the CPU begins when the last gradient is there, while the device steps over its shards
             arrived = max(begun, self.free_at.get("to the host", 0.0))
             self.now = max(self.now, arrived + self.costs.host_moved(on_host * optimizer.moved_bytes))
+            for info in trained:  # what the device keeps of them is copied before the next forward begins
+                if info.exchange.offload and not info.is_fetched:
+                    self.now += self.costs.host_copy(info.shard_bytes)
         if self.details:
             self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
         self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun

@@ -49,7 +49,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
@@ -203,6 +203,17 @@ class Window:
     owns: tuple[Bucket, ...]
     has_parameters: bool
     is_root: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Window:
+        """Copy the runtime first: a module that is copied before it leads here, and the runtime needs whole windows."""
+        runtime = copy.deepcopy(self.runtime, memo)
+        if id(self) in memo:
+            found: Window = memo[id(self)]
+            return found
+        duplicate = memo[id(self)] = object.__new__(Window)
+        of = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self) if f.name != "runtime"}
+        Window.__init__(duplicate, runtime, **of)
+        return duplicate
 
     def describe(self) -> str:
         """Describe whose forward this is, for comparison between ranks."""

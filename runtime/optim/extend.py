@@ -7,6 +7,7 @@ Megatron-FSDP's optimizers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .trial import depends_on_others
-from .whole_step import WholeStep
+from .whole_step import WholeStep, whole_step_of
 
 __all__ = ["check", "extend", "named_groups", "rebind"]
 
@@ -185,10 +186,39 @@ def extend(
     # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
     optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    if whole:
+        vars(optimizer)["__deepcopy__"] = functools.partial(_copy_whole, optimizer, by_name=by_name)
     vars(optimizer)["mfsdp_extended"] = True
     for owner in owners:
         owner.optimizers.add(optimizer)
     return optimizer
+
+
+def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_name: bool) -> torch.optim.Optimizer:
+    """Return a copy that steps over whole parameters, too.
+
+    torch copies groups and state only, and what is set on the instance would be lost: the copy would step over shards.
+
+    Raises:
+        RuntimeError: The model was not copied before. Nothing has changed.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(hasattr(memo.get(id(param)), "mfsdp_home") for param in params):
+        raise RuntimeError(
+            f"The {type(optimizer).__name__} steps over whole parameters (whole=True) and is copied without its model. Copy "
+            "both together, the model first: copy.deepcopy((model, optimizer)). To keep its state, copy "
+            "optimizer.state_dict()."
+        )
+    kind, step = type(optimizer), whole_step_of(optimizer)
+    twin: torch.optim.Optimizer = object.__new__(kind)
+    memo[id(optimizer)] = twin
+    twin.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
+    extend(twin, by_name=by_name, whole=True)
+    its = whole_step_of(twin)
+    assert step is not None
+    assert its is not None
+    its.take_owners(step, {param: memo[id(param)] for param in params})
+    return twin
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:

@@ -12,7 +12,7 @@ each rank reads what it owns then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,10 +80,17 @@ class WholeStep:
 
     def owns(self, param: RowShardedTensor) -> bool:
         """Whether this rank steps ``param``, and holds its state."""
+        owner, cut = self._owner_of(param), whole_item(param.split).cut
+        return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
+
+    def take_owners(self, other: WholeStep, copy_of: Mapping[RowShardedTensor, RowShardedTensor]) -> None:
+        """Keep the owners of another optimizer, of which this one is a copy: they depend on when it got its parameters."""
+        self._owner = {copy_of[param]: other._owner_of(param) for param in copy_of}
+
+    def _owner_of(self, param: RowShardedTensor) -> Owner:
         if param not in self._owner:
             self._assign()
-        owner, cut = self._owner[param], whole_item(param.split).cut
-        return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
+        return self._owner[param]
 
     def _assign(self) -> None:
         """Choose the owners of parameters that have none, all together: they must not depend on who has a gradient."""

@@ -90,6 +90,16 @@ def test_the_cpu_steps_when_the_last_gradient_has_arrived() -> None:
     assert on_device.seconds == pytest.approx(1e-6 + 2 * 250 * 8 / 1e11)
 
 
+def test_a_copy_on_the_device_is_written_once_a_step() -> None:
+    """Where only the optimizer is offloaded, gathers fetch nothing, and the shard (11 us) comes back after the CPU's step."""
+    kept = context([bucket("a", offload="cpu", keeps_copy=True), bucket("b")])
+    copy, there = (gather_of(info, i, COSTS) for i, info in enumerate(kept.buckets))
+    assert copy.before == there.before
+    optimizer = OptimizerCost("a", 8, 8, 4)
+    difference = run(of=kept, optimizer=optimizer).seconds - run(of=OFFLOADED, optimizer=optimizer).seconds
+    assert difference == pytest.approx(11e-6)
+
+
 # -- time -------------------------------------------------------------------------------------------------------------
 
 

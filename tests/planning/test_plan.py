@@ -29,9 +29,10 @@ from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.passes.solver.simulate import Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solver.simulate import Stage, Timeline, host_memory, resting_memory, simulate
 from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
-from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
+from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
+from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_of, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
@@ -428,17 +429,25 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--fine-grained", "--no-bucketing"):
-        assert main(["plan", "--model", "demo", "--world", "8", flag]) == 0
-    for scaling in ("rowwise", "tensorwise", "blockwise", "mxfp8"):
-        capsys.readouterr()
-        assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
-        assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
-    assert main(["plan", "--model", "demo", "--dtype", "float32", "--param-dtype", "bfloat16"]) == 0
-    assert "in torch.bfloat16, built in torch.float32," in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp4"]) == 0
-    assert "gathered in float4 (nvfp4)" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--fine-grained", "8 units"),
+        ("--no-bucketing", "8 units"),
+        ("--gather-fp8 rowwise", "gathered in float8 (rowwise)"),
+        ("--gather-fp8 tensorwise", "gathered in float8 (tensorwise)"),
+        ("--gather-fp8 blockwise", "gathered in float8 (blockwise)"),
+        ("--gather-fp8 mxfp8", "gathered in float8 (mxfp8)"),
+        ("--gather-fp4", "gathered in float4 (nvfp4)"),
+        ("--dtype float32 --param-dtype bfloat16", "in torch.bfloat16, built in torch.float32,"),
+    ],
+)
+def test_command_divides_units(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "demo", "--world", "8", *flags.split()]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_command_refuses_to_divide_and_join(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err
@@ -574,6 +583,70 @@ def test_command_explains_wrong_arguments(
 ) -> None:
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+
+def _least(offload: OffloadedUnits | str) -> Planned:
+    """Plan the schedule that takes least memory."""
+    job = Job(llama(10), CPU, prefetch=0, reshard=True, offload=offload)  # type: ignore[arg-type]
+    return planned(job, traced_llama(10), Candidate(ZERO3, 4))
+
+
+def test_offload_takes_shards_gradients_and_state_from_the_device() -> None:
+    """With float32, a rank holds 8 bytes of Adam's state per element, and 4 of its shard and of its gradient each."""
+    nothing, optimizer, everything = map(
+        _least, (OffloadedUnits(), OffloadedUnits(optimizer=EVERY), OffloadedUnits(whole=EVERY))
+    )
+    adamw, elements = OPTIMIZERS["adamw"], sum(i.layout.shard_numel for i in nothing.context.buckets)
+    rows = (nothing, optimizer, everything)
+    at_rest = [sum(resting_memory(row.context.buckets, adamw).values()) for row in rows]
+    assert at_rest == [12 * elements, 4 * elements, 0]
+    assert not host_memory(nothing.context.buckets, adamw)
+    for row in (optimizer, everything):
+        assert sum(host_memory(row.context.buckets, adamw).values()) == 16 * elements
+    # The peak is at the beginning of backward, where there are no reduced gradients yet.
+    assert optimizer.needed == nothing.needed - 8 * elements
+    assert everything.needed < optimizer.needed
+
+
+def test_auto_offloads_as_many_units_as_it_takes() -> None:
+    """With a little less memory than a plan needs, the first units are offloaded; none where it fits."""
+    needed = _least(OffloadedUnits()).needed
+    slow = replace(CPU, host_link=Link(1e9, 1e-5), host_memory_bandwidth=1e9)  # so that no more units are offloaded
+    job = Job(llama(10), slow, offload="auto", budget=2 * needed)
+    assert planned(job, traced_llama(10), Candidate(ZERO3, 4)).offload == OffloadedUnits()
+    job = replace(job, budget=int(0.9 * needed))
+    row = planned(job, traced_llama(10), Candidate(ZERO3, 4))
+    units = len(modules_of(row.context.buckets))
+    assert row.fits
+    assert row.offload.whole == 0
+    assert 0 < row.offload.optimizer < units
+    offloaded = {info.unit.partition(":")[0] for info in row.context.buckets if info.exchange.offload}
+    assert offloaded == set(modules_of(row.context.buckets)[: row.offload.optimizer])
+    fewer = replace(job, offload=OffloadedUnits(optimizer=row.offload.optimizer - 1))
+    assert not planned(fewer, traced_llama(10), Candidate(ZERO3, 4)).fits
+    # Shards too, where the optimizer's state is not enough.
+    job = replace(job, budget=int(1.02 * _least(OffloadedUnits(whole=EVERY)).needed))
+    row = planned(job, traced_llama(10), Candidate(ZERO3, 4))
+    assert row.fits
+    assert row.offload.whole > 0
+    # Gathered parameters stay on the device where they are residents.
+    row = planned(job, traced_llama(10), Candidate(ShardingStrategy.OPTIM, 4))
+    assert row.offload.whole == 0
+
+
+def test_command_says_what_to_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "demo", "--world", "2", "--hardware", "cpu", "--dtype", "float32"]
+    assert main([*arguments, "--offload", "optimizer"]) == 0
+    assert "offload_policy=OptimizerOffloadPolicy()" in capsys.readouterr().out
+    assert main([*arguments, "--offload", "all"]) == 0
+    shown = capsys.readouterr().out
+    assert "offload_policy=CPUOffloadPolicy()" in shown
+    assert "ZeRO-1" not in shown  # its gathered parameters stay on the device
+    assert main([*arguments, "--offload", "all", "--gather-fp8", "rowwise"]) == 2
+    assert "cannot be gathered in float8 or float4" in capsys.readouterr().err
 
 
 def make_model() -> nn.Module:

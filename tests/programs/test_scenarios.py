@@ -379,6 +379,23 @@ def test_copy_of_a_model_is_its_own(mode: str) -> None:
 
 
 @on_ranks(2)
+def test_copy_of_a_model_of_leaf_units() -> None:
+    """Units without modules inside: a copy reaches their buckets before the eager path."""
+
+    def gradients(model: Any) -> list[Tensor]:
+        model(parity.batches(1)[0, dist.get_rank()]).backward()
+        return [param.grad.to_local().clone() for param in model.parameters()]
+
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[nn.Linear])
+    twin = copy.deepcopy(model)
+    assert all(map(torch.equal, gradients(model), gradients(twin)))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert all(param.to_local().any() for param in twin.module.head.parameters() if param.to_local().numel())
+
+
+@on_ranks(2)
 def test_compiled_optimizer_step() -> None:
     """A compiled optimizer step works. Dynamo leaves it to Python, because it would take shards for plain DTensors."""
     model, call = parity.shard(parity.build(zoo.Uneven), EAGER)

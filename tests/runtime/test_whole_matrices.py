@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_state_dicts_of_whole_steps() -> None:
     wrong = {**own, "state": dict(list(own["state"].items())[1:])}
     with raises_everywhere(ValueError, "The state dict has no state of ", "whole=True"):
         its.load_state_dict(wrong)
+
+
+@on_ranks(2)
+def test_copies_of_whole_steps() -> None:
+    """A copy steps over whole parameters, too, and each rank holds the state of what it steps."""
+    alone = parity.build(Mixed)
+    train(alone, Nested(alone.parameters()), range(4))
+    model = fully_shard_model(parity.build(Mixed), fsdp_unit_modules=[nn.Linear])
+    first, *rest = model.parameters()
+    optimizer = fully_shard_optimizer(Nested([first]), whole=True)
+    optimizer.add_param_group({"params": rest})  # another choice of owners than all at once
+    train(model, optimizer, range(2))
+    with raises_everywhere(RuntimeError, "is copied without its model"):
+        copy.deepcopy(optimizer)
+    twin, its = copy.deepcopy((model, optimizer))
+    for each, steps in ((twin, its), (model, optimizer)):  # each has memory and state of its own
+        train(each, steps, range(2, 4))
+        assert_equal(each, alone)
+    assert its.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
 @on_ranks(2, 4)

@@ -1,0 +1,81 @@
+"""Which units a plan keeps in host memory.
+
+Units are offloaded in the model's order, from the first on. The more are, the less memory a rank's device needs, and the
+more the link and the CPU have to do:
+
+    0              n              2 n     steps for n units
+    |- optimizer --|-- shards too --|
+
+Up to ``n``, gradients and optimizer state of one more unit rest in host memory at each step
+(``OptimizerOffloadPolicy``). From there on, the shards of one more unit do too, which are fetched before each gather
+(``CPUOffloadPolicy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mfsdp_compile.passes.context import BucketInfo
+from mfsdp_compile.runtime.topology import Topology
+
+__all__ = ["EVERY", "NOTHING", "OffloadedUnits", "modules_of", "offload", "step_of", "steps"]
+
+EVERY = 1 << 31
+"""More units than any model has."""
+
+
+@dataclass(frozen=True)
+class OffloadedUnits:
+    """Units in host memory.
+
+    Args:
+        whole: Number of units, from the first on, with ``CPUOffloadPolicy``.
+        optimizer: Number of the units after them with ``OptimizerOffloadPolicy``.
+    """
+
+    whole: int = 0
+    optimizer: int = 0
+
+
+NOTHING = OffloadedUnits()
+
+
+def modules_of(buckets: Sequence[BucketInfo]) -> list[str]:
+    """Return the names of the modules that units belong to, in the order of forward. The root's units have one policy."""
+    return list(dict.fromkeys(_module_of(info) for info in buckets))
+
+
+def _module_of(info: BucketInfo) -> str:
+    return info.unit.partition(":")[0]
+
+
+def steps(buckets: Sequence[BucketInfo], topology: Topology) -> int:
+    """Return the number of steps that offload more and more of a model. Shards stay where residents are gathered."""
+    units = len(modules_of(buckets))
+    return 2 * units if topology.gathers_shards else units
+
+
+def step_of(number: int, buckets: Sequence[BucketInfo]) -> OffloadedUnits:
+    """Return what is offloaded after a number of steps."""
+    units = len(modules_of(buckets))
+    whole = max(0, number - units)
+    return OffloadedUnits(whole, min(number, units) - whole)
+
+
+def offload(buckets: Sequence[BucketInfo], units: OffloadedUnits) -> list[BucketInfo]:
+    """Return the buckets with these units in host memory.
+
+    Where a unit has buckets without gathers, such as experts that no other rank shares, all of its shards stay.
+    """
+    order = {name: number for number, name in enumerate(modules_of(buckets))}
+    without_gather = {_module_of(info) for info in buckets if not info.exchange.gather_group}
+    found = []
+    for info in buckets:
+        number = order[_module_of(info)]
+        if number < units.whole + units.optimizer:
+            keeps_copy = (number >= units.whole or _module_of(info) in without_gather) and not info.has_resident
+            exchange = info.exchange._replace(offload="cuda", pins=True, keeps_copy=keeps_copy)
+            info = replace(info, exchange=exchange)
+        found.append(info)
+    return found
