@@ -51,9 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "calibrate":
         from pathlib import Path
 
-        from mfsdp_compile.planning import calibration
+        from mfsdp_compile.planning import calibrated, calibration
 
-        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
+        try:
+            products = calibrated.products_of_workload(given.model, given.batch, given.seq) if given.model else ()
+        except ValueError as error:
+            print(error)
+            return 2
+        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem, products=products)
 
     from mfsdp_compile.demo.train import DemoConfig, run
 
@@ -85,6 +90,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more"
     )
+    parser.add_argument(
+        "--recalibrate", action="store_true", help="measure this machine again, for predictions (default: once)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
 
 
@@ -95,6 +103,12 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="hardware.json", metavar="FILE", help="what to write (default: %(default)s)")
     parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
     parser.add_argument("--name", help="of the machine (default: that of FILE)")
+    parser.add_argument(
+        "--model",
+        help="measure the matrix products of this model's linear layers: demo, or what mfsdp plan takes (default: products of usual sizes)",
+    )
+    parser.add_argument("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
+    parser.add_argument("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")
 
 
 def _positive(text: str) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.checkpoint.manifest import read_manifest
-from mfsdp_compile.planning import forecast
+from mfsdp_compile.planning import calibrated, forecast
 from mfsdp_compile.report.numbers import bytes_text, change_text, seconds_text
 
 from ..diagnostics.measure import collectives
@@ -60,6 +60,7 @@ class DemoConfig:
         out: Folder for the loss curve, the schedule and checkpoints.
         save_every: Steps between checkpoints, which are written while training goes on. There is also one at the end.
         resume: Resume from the last checkpoint in ``out``, for ``steps`` more, on any number of ranks.
+        recalibrate: Measure this machine again, instead of using what an earlier run has measured.
     """
 
     ranks: int = 2
@@ -74,6 +75,7 @@ class DemoConfig:
     seed: int = 0
     save_every: int = 20
     resume: bool = False
+    recalibrate: bool = False
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -117,7 +119,8 @@ def run(config: DemoConfig) -> int:
             return 2
         console.print(f"goes on from {begin_with}", highlight=False)
     started = time.monotonic()
-    outcome: _Outcome = _spawn(_train_rank, config, config.ranks, console)
+    machine = "" if config.eager else _calibrated(config, console)
+    outcome: _Outcome = _spawn(partial(_train_rank, machine=machine), config, config.ranks, console)
     alone: list[float] = []
     if config.parity_steps:
         with console.status(f"one process repeats {min(config.parity_steps, config.steps)} steps on the same data"):
@@ -127,10 +130,29 @@ def run(config: DemoConfig) -> int:
     return 0 if good else 1
 
 
+def _calibrated(config: DemoConfig, console: Console) -> str:
+    """Return the hardware file of this machine; "" if it cannot be measured."""
+    model, _, _ = _build(config)
+    effort = calibrated.quick(calibrated.products_of(model, config.batch * config.length))
+    try:
+        with console.status("measuring this machine, for predictions"):
+            path, _, now = calibrated.calibrated(config.ranks, effort, config.recalibrate)
+    except (OSError, ValueError) as error:
+        console.print(f"predictions are not for this machine: {error}", markup=False, highlight=False)
+        return ""
+    console.print(
+        f"{'measured this machine' if now else 'machine as measured earlier (--recalibrate: again)'}: {path}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return str(path)
+
+
 # -- the training loop ------------------------------------------------------------------------------------------------
 
 
-def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _Outcome:
+def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig, machine: str = "") -> _Outcome:
     device = _device(rank)
     text = ByteText(standard_library(), config.length, config.seed)
     torch.manual_seed(config.seed)
@@ -139,7 +161,8 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     model = fully_shard_model(whole, fsdp_unit_modules=[unit])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=config.lr, foreach=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
-    call = model if config.eager else torch.compile(model, backend="mfsdp", options={"report": True})
+    options = {"report": True} | ({"hardware": machine} if machine else {})
+    call = model if config.eager else torch.compile(model, backend="mfsdp", options=options)
     checkpoints = config.checkpoints
     outcome = _Outcome(whole_bytes=whole_bytes)
     if config.resume:

@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -30,7 +30,18 @@ from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
 
-__all__ = ["ON_CPU", "ON_CUDA", "Effort", "Measured", "Timing", "calibrate", "describe", "fit_link"]
+__all__ = [
+    "ON_CPU",
+    "ON_CUDA",
+    "Effort",
+    "Measured",
+    "Timing",
+    "calibrate",
+    "describe",
+    "fit_link",
+    "measure_rank",
+    "threads_of",
+]
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,13 @@ class Measured:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> int:
+def calibrate(
+    out: str,
+    ranks: int,
+    name: str,
+    effort: Effort | None = None,
+    products: Sequence[tuple[int, int, int]] = (),
+) -> int:
     """Measure the machine, print the results, and write them to ``out``. Returns 2 if that fails, otherwise 0.
 
     Args:
@@ -138,6 +155,7 @@ def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> 
         ranks: Number of processes. With GPUs, one per GPU.
         name: Name of the machine.
         effort: What to measure. Default: :data:`ON_CUDA` with GPUs, otherwise :data:`ON_CPU`.
+        products: Rows, inner size and columns of the matrix products to measure instead of those of ``effort``.
 
     Raises:
         RuntimeError: If a rank fails.
@@ -150,12 +168,14 @@ def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> 
     if problem is not None:
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
         return 2
-    backend, threads = ("nccl", 1) if gpus else ("gloo", max(1, (os.cpu_count() or 1) // ranks))
+    backend = "nccl" if gpus else "gloo"
     console.print(
         f"measuring on {ranks} {'rank' if ranks == 1 else 'ranks'}, which takes about a minute", highlight=False
     )
     effort = effort or (ON_CUDA if gpus else ON_CPU)
-    (measured,) = run_ranks(_measure, ranks, effort, backend=backend, threads=threads)
+    if products:
+        effort = replace(effort, matmul=tuple(products))
+    (measured,) = run_ranks(measure_rank, ranks, effort, backend=backend, threads=threads_of(ranks))
     try:
         hardware = describe(measured, name, ranks)
     except ValueError as error:
@@ -173,6 +193,11 @@ def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> 
         soft_wrap=True,
     )
     return 0
+
+
+def threads_of(ranks: int) -> int:
+    """Return the number of threads of each rank: with GPUs 1, otherwise its part of the cores."""
+    return 1 if torch.cuda.is_available() else max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _unwritable(path: Path) -> str | None:
@@ -282,6 +307,8 @@ def describe(measured: Measured, name: str, ranks: int) -> Hardware:
         "kernel_seconds": f"{how}: adding to one number",
         "host_link": f"{how}: a large copy and a small one, the slower direction",
         "host_memory_bandwidth": f"{how}: the best of {', '.join(measured.host_memory)}, on the CPU",
+        "multiprocessors": "not counted: the efficiency is that of the shapes that were measured",
+        "sustained_clock": "not measured: as in the short rounds of the measurements",
         "ranks_per_node": "not measured: the ranks that took part",
     }
     if measured.timings:
@@ -326,7 +353,8 @@ def _rounded(value: float) -> float:
 # -- measuring on every rank ------------------------------------------------------------------------------------------
 
 
-def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:
+def measure_rank(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:
+    """Measure on one rank, while all others do the same. Rank 0 passes its results to ``say``."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = _OperationTimer(device, effort)

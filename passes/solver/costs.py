@@ -4,7 +4,8 @@ The model is deterministic, takes and returns plain data, and measures nothing. 
 hardware file compute the same numbers.
 
 Computation. A matrix product takes the time of its floating-point operations or of its bytes, whichever is longer (the
-roofline of https://doi.org/10.1145/1498765.1498785). All other kernels take the time of their bytes. If the inner
+roofline of https://doi.org/10.1145/1498765.1498785). On GPUs its efficiency depends on its shape (:func:`tile_efficiency`),
+and on the clock under sustained load. All other kernels take the time of their bytes. If the inner
 compiler fuses kernels, consecutive fusible operators count as one kernel. It reads inputs from outside and writes
 outputs that are read outside; values in between are not counted. Times are those of large kernels; a kernel takes at
 least ``kernel_seconds``.
@@ -47,6 +48,7 @@ __all__ = [
     "origin",
     "readers",
     "reduced_bytes",
+    "tile_efficiency",
     "value_bytes",
 ]
 
@@ -211,10 +213,20 @@ class CostModel:
         """Return the seconds in which the CPU reads and writes ``size`` bytes of host memory in total."""
         return size / self.hardware.host_memory_bandwidth
 
-    def compute(self, flops: float, size: int, dtype: torch.dtype, attention: bool) -> float:
+    def compute(
+        self,
+        flops: float,
+        size: int,
+        dtype: torch.dtype,
+        attention: bool,
+        product: tuple[int, int, int] | None = None,
+    ) -> float:
         """Return the seconds of a matrix product or of fused attention."""
         hardware = self.hardware
         efficiency = hardware.attention_efficiency if attention else hardware.matmul_efficiency
+        efficiency *= hardware.sustained_clock
+        if product is not None:
+            efficiency *= tile_efficiency(*product, hardware.multiprocessors)
         rate = hardware.flops_of(str(dtype).removeprefix("torch.")) * efficiency
         return hardware.kernel_seconds + max(
             flops / rate, size / (hardware.memory_bandwidth * hardware.memory_efficiency)
@@ -225,8 +237,33 @@ class CostModel:
             kind, payload, group = kernel.collective
             return collective_seconds(kind, payload, self.groups.get(group, Ring(1)), self.hardware)
         if kernel.flops:
-            return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
+            return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention, kernel.product)
         return self.moved(kernel.bytes) if kernel.bytes else 0.0
+
+
+_TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (128, 64))
+"""Rows and columns of the output that a multiprocessor computes at a time: tiles of cuBLAS at full speed."""
+
+
+def tile_efficiency(batch: int, rows: int, columns: int, multiprocessors: int) -> float:
+    """Return the fraction of a GPU's multiprocessors that a matrix product keeps busy, with the best of the usual tiles.
+
+    Tiles at the edges compute elements that do not exist (tile quantization), and the last wave of tiles leaves
+    multiprocessors idle (wave quantization), as in NVIDIA's Matrix Multiplication Background User's Guide. Products with
+    fewer tiles than multiprocessors are split along the inner dimension.
+
+    Args:
+        batch, rows, columns: Shape of the product.
+        multiprocessors: Number of multiprocessors; 0 if the device has none, and all shapes are alike.
+    """
+    if not multiprocessors:
+        return 1.0
+    best = 0.0
+    for height, width in _TILES:
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        occupied = max(tiles, math.ceil(tiles / multiprocessors) * multiprocessors if tiles > multiprocessors else 0)
+        best = max(best, batch * rows * columns / (occupied * height * width))
+    return best
 
 
 def reduced_bytes(info: BucketInfo, stage: int) -> int:
@@ -249,6 +286,7 @@ class Kernel:
         bytes: Bytes that the kernel reads and writes.
         dtype: Dtype in which matrix products are computed.
         attention: Whether the kernel is fused attention.
+        product: Batch, rows and columns of what a matrix product computes; None for other kernels.
         place: Position in the order of the graph.
         finishes: Bucket whose reduced gradient the kernel casts or scales; None for computation of the model.
         region: Graph of the region that is called; None for other kernels.
@@ -261,6 +299,7 @@ class Kernel:
     bytes: int
     dtype: torch.dtype
     attention: bool = False
+    product: tuple[int, int, int] | None = None
     place: float = 0.0
     finishes: int | None = None
     collective: tuple[str, int, str] | None = None
@@ -466,7 +505,7 @@ def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
         ),
         torch.float32,
     )
-    return Kernel(tuple(nodes), flops, size, dtype, attention)
+    return Kernel(tuple(nodes), flops, size, dtype, attention, _product(first) if flops and not attention else None)
 
 
 def _flops(node: fx.Node) -> tuple[float, bool]:
@@ -484,6 +523,16 @@ def _flops(node: fx.Node) -> tuple[float, bool]:
         return 0.0, False
     values, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: _concrete(n.meta.get("val")))
     return float(formula(*values, **kwargs, out_val=_concrete(node.meta.get("val")))), False
+
+
+def _product(node: fx.Node) -> tuple[int, int, int] | None:
+    """Return batch, rows and columns of a matrix product's result; None for convolutions."""
+    value = node.meta.get("val")
+    target, _ = _operator(node)
+    if target in _CONVOLUTIONS or not isinstance(value, Tensor) or value.dim() < 2:
+        return None
+    *batch, rows, columns = map(compat.concrete, value.shape)
+    return math.prod(batch), rows, columns
 
 
 def _operator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -544,6 +593,7 @@ full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_te
 new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
 """
 _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
+_CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default)
 _CONSTANTS = {_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota}
 _REDUCTIONS = {
     *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.prod, _aten.any, _aten.all),

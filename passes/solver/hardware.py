@@ -66,6 +66,11 @@ class Hardware:
             other ranks do the same.
         compute_slowdown: Fraction by which computation slows down while a collective runs, because NCCL's kernels
             occupy multiprocessors.
+        multiprocessors: Number of multiprocessors, which compute tiles of matrix products in waves. 0: products of all
+            shapes reach ``matmul_efficiency``.
+        sustained_clock: Fraction of the rate of products in short measurements that is left in training, where power
+            and heat limit the clock. Scales products and attention. Where it was fitted to published training runs, it
+            also holds what else makes their computation slower, such as gaps between kernels.
         sources: Where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
     """
 
@@ -84,28 +89,30 @@ class Hardware:
     host_link: Link
     host_memory_bandwidth: float
     compute_slowdown: float = 0.0
+    multiprocessors: int = 0
+    sustained_clock: float = 1.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         safe_name(self.name, "name")
         for name in (
             *("matmul_efficiency", "attention_efficiency", "memory_efficiency", "memory_bandwidth", "kernel_seconds"),
-            *("collective_seconds", "compute_slowdown", "host_memory_bandwidth"),
+            *("collective_seconds", "compute_slowdown", "host_memory_bandwidth", "sustained_clock"),
         ):
             _finite(getattr(self, name), f"{self.name}: {name}")
-        for name in ("memory_bytes", "ranks_per_node"):
+        for name in ("memory_bytes", "ranks_per_node", "multiprocessors"):
             whole(getattr(self, name), f"{self.name}: {name}", low=-(1 << 63))
         for name, value in typed(self.flops, Mapping, "flops").items():  # type: ignore[type-abstract]
             _finite(value, f"{self.name}: flops of {safe_name(name)}")
         for name, text in typed(self.sources, Mapping, "sources").items():  # type: ignore[type-abstract]
             safe_name(name), safe_name(text, f"the source of {name}")
-        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
+        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "sustained_clock"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
         for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node", "host_memory_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
-        for name in ("kernel_seconds", "collective_seconds", "compute_slowdown"):
+        for name in ("kernel_seconds", "collective_seconds", "compute_slowdown", "multiprocessors"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{self.name}: {name} cannot be negative, got {getattr(self, name)}")
         for link in (self.intra_node, self.inter_node, self.host_link):

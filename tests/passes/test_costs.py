@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
-from mfsdp_compile.passes.solver.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
+from mfsdp_compile.passes.solver.costs import (
+    CostModel,
+    Kernel,
+    Ring,
+    collective_seconds,
+    kernels,
+    tile_efficiency,
+    value_bytes,
+)
 from mfsdp_compile.passes.solver.flow import Category, flow_of
 
 aten = torch.ops.aten
@@ -80,6 +88,35 @@ def test_efficiencies_are_of_what_runs() -> None:
     product, shifted = made.kernels(made(aten.add.Tensor, made(aten.mm.default, x, x), 1.0))
     assert half.kernel(product) == pytest.approx(2 * COSTS.kernel(product))
     assert half.kernel(shifted) == pytest.approx(4 * COSTS.kernel(shifted))
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "columns", "multiprocessors", "efficiency"),
+    [
+        (1, 8192, 4096, 0, 1.0),  # no multiprocessors: all shapes are alike
+        (1, 1024, 1024, 32, 1.0),  # 32 tiles of 256 x 128 are one wave
+        (1, 1024, 1152, 32, 144 / 160),  # 144 tiles of 64 x 128 are five waves; two waves of 36 large ones fit worse
+        (32, 1024, 1024, 32, 1.0),  # products in a batch fill waves together
+        (1, 16, 4096, 132, 16 / 64),  # most rows of the smallest tile do not exist; the inner dimension is split
+        (1, 1024, 1000, 32, 1000 / 1024),
+    ],
+)
+def test_waves_of_tiles(batch: int, rows: int, columns: int, multiprocessors: int, efficiency: float) -> None:
+    assert tile_efficiency(batch, rows, columns, multiprocessors) == pytest.approx(efficiency)
+
+
+def test_products_know_their_shape_and_the_clock() -> None:
+    made = Made()
+    x, y = made.input(4, 16, 64, dtype=torch.bfloat16), made.input(4, 64, 4096, dtype=torch.bfloat16)
+    (kernel,) = made.kernels(made(aten.bmm.default, x, y))
+    assert kernel.product == (4, 16, 4096)
+    fast = replace(MACHINE, memory_bandwidth=1e15)  # bound by operations
+    alone = CostModel(fast, fused=True).kernel(kernel)
+    assert CostModel(replace(fast, multiprocessors=132), fused=True).kernel(kernel) == pytest.approx(4 * alone)
+    assert CostModel(replace(fast, sustained_clock=0.8), fused=True).kernel(kernel) == pytest.approx(alone / 0.8)
+    slow = CostModel(replace(fast, sustained_clock=0.8), fused=True)
+    assert slow.moved(1000) == CostModel(fast, fused=True).moved(1000)
+    assert slow.compute(1e9, 0, torch.float32, attention=True) == pytest.approx(2e-3 / 0.8)
 
 
 def attention(causal: bool, backward: bool) -> Kernel:

@@ -19,6 +19,7 @@ from mfsdp_compile.planning.calibration import Effort, Measured, Timing, calibra
 
 FOLDER = Path(__file__).parents[2] / "passes" / "solver" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}
+OPTIONAL = {"compute_slowdown", "multiprocessors", "sustained_clock"}
 GPUS = ["a100-ib", "b200-ib", "gb200-nvl72", "h100-eth", "h100-ib", "h200-ib"]
 
 # -- data files -------------------------------------------------------------------------------------------------------
@@ -78,6 +79,7 @@ def test_newer_machines_are_faster() -> None:
 def test_ethernet_differs_in_the_network_alone() -> None:
     other, ours = hardware("h100-eth"), hardware("h100-ib")
     assert other.inter_node.bandwidth < ours.inter_node.bandwidth / 3
+    assert other.sustained_clock == ours.sustained_clock < 1
     assert replace(other, name=ours.name, inter_node=ours.inter_node) == ours
 
 
@@ -129,6 +131,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kernel_seconds": -1e-6}, "kernel_seconds cannot be negative"),
     ({"collective_seconds": -1e-6}, "collective_seconds cannot be negative"),
     ({"compute_slowdown": -0.1}, "compute_slowdown cannot be negative"),
+    ({"multiprocessors": -1}, "multiprocessors cannot be negative"),
+    ({"multiprocessors": 1.5}, "multiprocessors"),
+    ({"sustained_clock": 0}, "sustained_clock must be above 0 and at most 1, got 0"),
     ({"intra_node": {"bandwidth": 0, "latency": 0}}, "not a link"),
     ({"inter_node": {"bandwidth": 1e9, "latency": -1e-6}}, "not a link"),
     ({"inter_node": {"bandwidth": 1e9}}, "latency"),
@@ -155,7 +160,7 @@ def test_files_of_something_else(text: str) -> None:
 
 
 def test_missing_numbers_are_named() -> None:
-    for name in SOURCED - {"compute_slowdown"}:
+    for name in SOURCED - OPTIONAL:
         with pytest.raises(ValueError, match=name):
             Hardware.from_json(json.dumps({key: value for key, value in SMALL.items() if key != name}), "that file")
 

@@ -1,0 +1,128 @@
+"""Hardware of the current machine, measured in a few seconds and kept in the user's cache for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mfsdp_compile.passes.solver.hardware import Hardware, hardware
+from mfsdp_compile.processes import run_ranks
+
+from ..models.llama import Llama, LlamaConfig
+from .calibration import ON_CPU, ON_CUDA, Effort, describe, measure_rank, threads_of
+from .workloads import workload
+
+__all__ = ["cache_folder", "calibrated", "products_of", "products_of_workload", "quick"]
+
+Products = tuple[tuple[int, int, int], ...]
+"""Rows, inner size and columns of matrix products."""
+
+
+def products_of(model: nn.Module, tokens: int) -> Products:
+    """Return the matrix products of a model's linear layers, forward and backward.
+
+    Args:
+        model: Its parameters may be on the meta device.
+        tokens: Rows of the input of each layer: batch size times sequence length.
+
+    Returns:
+        Rows, inner size and columns of each product, without repetitions, from small to large.
+    """
+    found: set[tuple[int, int, int]] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            inputs, outputs = module.in_features, module.out_features
+            # The output, the gradient of the input, and the gradient of the weight.
+            found |= {(tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)}
+    return tuple(sorted(found, key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes)))
+
+
+def products_of_workload(model: str, batch: int | None = None, length: int | None = None) -> Products:
+    """Return the matrix products of a model by name.
+
+    Args:
+        model: ``"demo"``, or what :func:`~mfsdp_compile.planning.workload` takes.
+        batch, length: Sequences per rank, and their length. None: the model's defaults.
+
+    Raises:
+        ValueError: There is no such model, or it has no linear layers.
+    """
+    if model == "demo":
+        with torch.device("meta"):
+            return products_of(Llama(LlamaConfig()), (batch or 8) * (length or 128))
+    work = workload(model, batch=batch or 1, length=length)
+    with torch.device("meta"):
+        built = work.build()
+    found = products_of(built, work.batch * work.length)
+    if not found:
+        raise ValueError(f"{model} has no torch.nn.Linear, so there are no matrix products to measure")
+    return found
+
+
+def quick(products: Products) -> Effort:
+    """Return what to measure in a few seconds.
+
+    Args:
+        products: Rows, inner size and columns, as :func:`products_of` returns them.
+    """
+    base = ON_CUDA if torch.cuda.is_available() else ON_CPU
+    sizes = base.collective_bytes[::2]
+    return replace(
+        base, matmul=products, memory_bytes=base.memory_bytes // 4, collective_bytes=sizes, round_seconds=0.02, rounds=3
+    )
+
+
+def cache_folder() -> Path:
+    """Return the folder of this package in the user's cache: ``$XDG_CACHE_HOME/mfsdp``, or ``~/.cache/mfsdp``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mfsdp"
+
+
+def calibrated(ranks: int, effort: Effort, again: bool = False) -> tuple[Path, Hardware, bool]:
+    """Return hardware as measured on this machine, now or at an earlier call.
+
+    The file's name depends on the machine, its devices, the versions of torch and Python, the number of ranks, the
+    threads of each, and ``effort``.
+
+    Args:
+        ranks: Number of processes that measure at the same time. With GPUs, one per GPU.
+        effort: What to measure.
+        again: Measure even if there is a file.
+
+    Returns:
+        The file, what it says, and whether it was measured now.
+
+    Raises:
+        OSError: The file cannot be written.
+        RuntimeError: A rank fails.
+        ValueError: What was measured cannot be, as on a very busy machine.
+    """
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    key = (platform.node(), platform.machine(), os.cpu_count(), gpus, torch.__version__, platform.python_version())
+    digest = hashlib.sha256(repr((*key, ranks, threads_of(ranks), effort)).encode()).hexdigest()[:16]
+    path = cache_folder() / f"hardware-{digest}.json"
+    if not again and path.exists():
+        try:
+            return path, hardware(str(path)), False
+        except ValueError:
+            pass  # written by another version of this package, or cut off
+    backend = "nccl" if gpus else "gloo"
+    (measured,) = run_ranks(measure_rank, ranks, effort, backend=backend, threads=threads_of(ranks))
+    machine = describe(measured, "this-machine", ranks)
+    _write(path, machine.to_json())
+    return path, machine, True
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file as a whole, because another process may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(name, path)
