@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mfsdp_compile.planning import calibrated, calibration
 
         try:
-            products = calibrated.products_of_workload(given.model, given.batch, given.seq) if given.model else ()
+            shapes = calibrated.shapes_of_workload(given.model, given.batch, given.seq) if given.model else None
         except ValueError as error:
             print(error)
             return 2
-        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem, products=products)
+        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem, shapes=shapes)
 
     from mfsdp_compile.demo.train import DemoConfig, run
 
@@ -105,7 +105,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="of the machine (default: that of FILE)")
     parser.add_argument(
         "--model",
-        help="measure the matrix products of this model's linear layers: demo, or what mfsdp plan takes (default: products of usual sizes)",
+        help="measure products and attention in the shapes of this model, which mfsdp plan takes too (default: usual shapes)",
     )
     parser.add_argument("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
     parser.add_argument("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")

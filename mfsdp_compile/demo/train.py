@@ -132,8 +132,11 @@ def run(config: DemoConfig) -> int:
 
 def _calibrated(config: DemoConfig, console: Console) -> str:
     """Return the hardware file of this machine; "" if it cannot be measured."""
-    model, _, _ = _build(config)
-    effort = calibrated.quick(calibrated.products_of(model, config.batch * config.length))
+    with torch.device("meta"):
+        model, _, loss_of = _build(config)
+        tokens = torch.zeros(config.batch, config.length, dtype=torch.int64)
+        shapes = calibrated.shapes_of(model, tokens.numel(), lambda: loss_of(model, tokens, tokens))
+    effort = calibrated.quick(shapes)
     try:
         with console.status("measuring this machine, for predictions"):
             path, _, now = calibrated.calibrated(config.ranks, effort, config.recalibrate)

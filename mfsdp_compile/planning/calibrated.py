@@ -6,76 +6,84 @@ import hashlib
 import os
 import platform
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.processes import run_ranks
+from mfsdp_compile.runtime import compat
 
-from ..models.llama import Llama, LlamaConfig
-from .calibration import ON_CPU, ON_CUDA, Effort, describe, measure_rank, threads_of
+from .calibration import ON_CPU, ON_CUDA, Effort, Shapes, describe, measure_rank, threads_of
 from .workloads import workload
 
-__all__ = ["cache_folder", "calibrated", "products_of", "products_of_workload", "quick"]
-
-Products = tuple[tuple[int, int, int], ...]
-"""Rows, inner size and columns of matrix products."""
+__all__ = ["cache_folder", "calibrated", "quick", "shapes_of", "shapes_of_workload"]
 
 
-def products_of(model: nn.Module, tokens: int) -> Products:
-    """Return the matrix products of a model's linear layers, forward and backward.
+def shapes_of(model: nn.Module, tokens: int, forward: Callable[[], object]) -> Shapes:
+    """Return the shapes of a model's linear layers, in forward and backward, and of its first fused attention.
 
     Args:
         model: Its parameters may be on the meta device.
-        tokens: Rows of the input of each layer: batch size times sequence length.
-
-    Returns:
-        Rows, inner size and columns of each product, without repetitions, from small to large.
+        tokens: Rows of the input of each linear layer: batch size times sequence length.
+        forward: Runs the model's forward.
     """
-    found: set[tuple[int, int, int]] = set()
+    products: set[tuple[int, int, int]] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             inputs, outputs = module.in_features, module.out_features
             # The output, the gradient of the input, and the gradient of the weight.
-            found |= {(tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)}
-    return tuple(sorted(found, key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes)))
+            products |= {(tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs)}
+    with _Attention() as found, torch.no_grad():
+        forward()
+    by_size = sorted(products, key=lambda sizes: (sizes[0] * sizes[1] * sizes[2], sizes))
+    return Shapes(tuple(by_size), found.shape)
 
 
-def products_of_workload(model: str, batch: int | None = None, length: int | None = None) -> Products:
-    """Return the matrix products of a model by name.
+class _Attention(compat.TorchFunctionMode):
+    """Notes the shape of the queries of the first fused attention, ``[batch, heads, length, width]``."""
+
+    shape: tuple[int, int, int, int] | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention and self.shape is None:
+            query = args[0] if args else kwargs["query"]
+            self.shape = tuple(query.shape)
+        return function(*args, **(kwargs or {}))
+
+
+def shapes_of_workload(model: str, batch: int | None = None, length: int | None = None) -> Shapes:
+    """Return the shapes of the operations of a model by name.
 
     Args:
-        model: ``"demo"``, or what :func:`~mfsdp_compile.planning.workload` takes.
-        batch, length: Sequences per rank, and their length. None: the model's defaults.
+        model: What :func:`~mfsdp_compile.planning.workload` takes.
+        batch, length: Sequences per rank, and their length. None: those of the demo for ``"demo"``; otherwise 1, and the
+            model's default length.
 
     Raises:
         ValueError: There is no such model, or it has no linear layers.
     """
-    if model == "demo":
-        with torch.device("meta"):
-            return products_of(Llama(LlamaConfig()), (batch or 8) * (length or 128))
-    work = workload(model, batch=batch or 1, length=length)
+    work = workload(model, batch=batch or (8 if model == "demo" else 1), length=length)
     with torch.device("meta"):
         built = work.build()
-    found = products_of(built, work.batch * work.length)
-    if not found:
+        args, kwargs = work.inputs(work.batch, work.length)
+        found = shapes_of(built, work.batch * work.length, lambda: built(*args, **kwargs))
+    if not found.products:
         raise ValueError(f"{model} has no torch.nn.Linear, so there are no matrix products to measure")
     return found
 
 
-def quick(products: Products) -> Effort:
-    """Return what to measure in a few seconds.
-
-    Args:
-        products: Rows, inner size and columns, as :func:`products_of` returns them.
-    """
+def quick(shapes: Shapes) -> Effort:
+    """Return what to measure in a few seconds."""
     base = ON_CUDA if torch.cuda.is_available() else ON_CPU
     sizes = base.collective_bytes[::2]
     return replace(
-        base, matmul=products, memory_bytes=base.memory_bytes // 4, collective_bytes=sizes, round_seconds=0.02, rounds=3
+        base.of(shapes), memory_bytes=base.memory_bytes // 4, collective_bytes=sizes, round_seconds=0.02, rounds=3
     )
 
 

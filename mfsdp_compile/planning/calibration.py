@@ -35,11 +35,13 @@ __all__ = [
     "ON_CUDA",
     "Effort",
     "Measured",
+    "Shapes",
     "Timing",
     "calibrate",
     "describe",
     "fit_link",
     "measure_rank",
+    "slowdown_of",
     "threads_of",
 ]
 
@@ -49,8 +51,8 @@ class Effort:
     """What to measure, and for how long.
 
     Args:
-        matmul: Rows, inner size and columns of matrix products. The first product is small; the last one also runs
-            concurrently with collectives.
+        matmul: Rows, inner size and columns of matrix products, from small to large. The last one also runs beside
+            collectives.
         matmul_seconds: Products that would take longer are skipped; the device then has no instructions for their
             dtype.
         attention: Batch, heads, length and head width.
@@ -67,6 +69,23 @@ class Effort:
     collective_bytes: tuple[int, ...]
     round_seconds: float
     rounds: int
+
+    def of(self, shapes: Shapes) -> Effort:
+        """Return the same effort for a model's operations."""
+        return replace(self, matmul=shapes.products or self.matmul, attention=shapes.attention or self.attention)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of a model's operations.
+
+    Args:
+        products: Rows, inner size and columns of matrix products, from small to large. Empty: there are none.
+        attention: Batch, heads, length and head width of fused attention. None: there is none.
+    """
+
+    products: tuple[tuple[int, int, int], ...] = ()
+    attention: tuple[int, int, int, int] | None = None
 
 
 COLLECTIVE_BYTES = tuple(2**i for i in range(10, 27, 2))  # 1 KiB to 64 MiB
@@ -122,7 +141,7 @@ class Measured:
         host_link: Link to pinned host memory, in the slower direction. Without GPUs: a copy in memory.
         host_memory: Bytes read and written per second in host memory, by operation.
         timings: Times of collectives. Empty with one rank.
-        slowdown: Fraction by which computation takes longer while collectives run.
+        slowdown: Fraction by which computation takes longer while a collective runs; see :func:`slowdown_of`.
     """
 
     device: str
@@ -146,7 +165,7 @@ def calibrate(
     ranks: int,
     name: str,
     effort: Effort | None = None,
-    products: Sequence[tuple[int, int, int]] = (),
+    shapes: Shapes | None = None,
 ) -> int:
     """Measure the machine, print the results, and write them to ``out``. Returns 2 if that fails, otherwise 0.
 
@@ -155,7 +174,7 @@ def calibrate(
         ranks: Number of processes. With GPUs, one per GPU.
         name: Name of the machine.
         effort: What to measure. Default: :data:`ON_CUDA` with GPUs, otherwise :data:`ON_CPU`.
-        products: Rows, inner size and columns of the matrix products to measure instead of those of ``effort``.
+        shapes: What to measure instead of the operations of ``effort``.
 
     Raises:
         RuntimeError: If a rank fails.
@@ -173,8 +192,8 @@ def calibrate(
         f"measuring on {ranks} {'rank' if ranks == 1 else 'ranks'}, which takes about a minute", highlight=False
     )
     effort = effort or (ON_CUDA if gpus else ON_CPU)
-    if products:
-        effort = replace(effort, matmul=tuple(products))
+    if shapes is not None:
+        effort = effort.of(shapes)
     (measured,) = run_ranks(measure_rank, ranks, effort, backend=backend, threads=threads_of(ranks))
     try:
         hardware = describe(measured, name, ranks)
@@ -318,7 +337,7 @@ def describe(measured: Measured, name: str, ranks: int) -> Hardware:
             "collective_seconds": f"{how}: fitted to {len(timings)} times",
             "intra_node": f"{how}: fitted to {len(timings)} times",
             "inter_node": "not measured: as inside a node",
-            "compute_slowdown": f"{how}: a matrix product while all-gathers run",
+            "compute_slowdown": f"{how}: matrix products with and without an all-gather beside them",
         }
     else:
         launch, link = measured.kernel_seconds, Link(bandwidth=max(bandwidths) / 2, latency=0.0)
@@ -380,7 +399,8 @@ def measure_rank(rank: int, say: Callable[[Measured], None], effort: Effort) -> 
             for numbytes in effort.collective_bytes if size > 1 else effort.collective_bytes[:1]:
                 timings += _collectives(clock, group, numbytes)
         dist.barrier()
-    slowdown = _slowdown(clock, dtype, timings[-2].seconds if rank == 0 else 0.0) if world > 1 else 0.0
+    gathers = [timing for timing in timings if timing.kind == "all_gather" and timing.ranks == world]
+    slowdown = _slowdown(clock, dtype, gathers[-2] if rank == 0 else None) if world > 1 else 0.0
     if rank == 0:
         say(
             Measured(
@@ -431,7 +451,7 @@ class _OperationTimer:
             agreed = torch.tensor(calls, device=self.device)
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group)
             calls = int(agreed)
-        return min(self.once(run, calls) for _ in range(self.effort.rounds)) / calls
+        return statistics.median(self.once(run, calls) for _ in range(self.effort.rounds)) / calls
 
 
 def _matmul(clock: _OperationTimer, dtype: torch.dtype) -> tuple[float, ...]:
@@ -474,7 +494,8 @@ def _attention(clock: _OperationTimer, dtype: torch.dtype) -> float:
 
 def _memory(clock: _OperationTimer) -> dict[str, float]:
     """Return bytes read and written per second by large operations."""
-    one, two, out = (torch.zeros(clock.effort.memory_bytes // 4, device=clock.device) for _ in range(3))
+    # Not zeros: Linux maps untouched zeros to one page, which is read from the cache.
+    one, two, out = (torch.ones(clock.effort.memory_bytes // 4, device=clock.device) for _ in range(3))
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2, lambda: out.copy_(one)),
         "scale": (2, lambda: torch.mul(one, 2.0, out=out)),
@@ -490,7 +511,7 @@ def _host_link(clock: _OperationTimer) -> Link:
     pins = clock.device.type == "cuda"
 
     def seconds(size: int) -> float:
-        on_host, on_device = torch.zeros(size // 4, pin_memory=pins), torch.zeros(size // 4, device=clock.device)
+        on_host, on_device = torch.ones(size // 4, pin_memory=pins), torch.ones(size // 4, device=clock.device)
         return max(
             clock.seconds(lambda: on_host.copy_(on_device, non_blocking=True)),
             clock.seconds(lambda: on_device.copy_(on_host, non_blocking=True)),
@@ -518,36 +539,61 @@ def _collectives(clock: _OperationTimer, group: dist.ProcessGroup, size: int) ->
     ]
 
 
-def _slowdown(clock: _OperationTimer, dtype: torch.dtype, gather_seconds: float) -> float:
-    """Return the fraction by which the last matrix product takes longer while all-gathers run.
+def _slowdown(clock: _OperationTimer, dtype: torch.dtype, gather: Timing | None) -> float:
+    """Return the fraction by which computation slows down while a collective runs.
 
-    Enough all-gathers are started to outlast the product.
+    Matrix products run with and without an all-gather beside them, which has the time to finish. The difference is what
+    the all-gather costs them. In a simulation it lasts as long as without products, so that what it loses to them, where
+    it needs the same cores, counts as theirs.
 
     Args:
-        gather_seconds: Duration of the largest all-gather. Read on rank 0, which broadcasts how many all-gathers to
-            start.
+        gather: The all-gather. Read on rank 0, which broadcasts its size and how many products there are.
     """
     group = dist.group.WORLD
     assert group is not None
     rows, inner, columns = clock.effort.matmul[-1]
     left, right = (torch.randn(n, inner, device=clock.device).to(dtype) for n in (rows, columns))
-    shard = torch.ones(clock.effort.collective_bytes[-1] // 4 // group.size(), device=clock.device)
 
     def product() -> object:
         return F.linear(left, right)
 
-    alone = clock.seconds(product)
-    needed = min(64, math.ceil(3 * alone / gather_seconds)) if gather_seconds else 0
-    count = torch.tensor(needed, device=clock.device)
-    dist.broadcast(count, 0)
-    beside = []
+    seconds = gather.seconds if gather is not None else 0.0
+    size = gather.size if gather is not None else 0
+    agreed = torch.tensor([size, math.ceil(3 * seconds / clock.seconds(product))], device=clock.device)
+    dist.broadcast(agreed, 0)
+    size, products = agreed.tolist()
+    shard = torch.ones(size // 4 // group.size(), device=clock.device)
+
+    def alone() -> None:
+        for _ in range(products):
+            product()
+
+    def beside() -> None:
+        full = compat.all_gather(shard, group.size(), group.group_name)
+        alone()
+        compat.wait_tensor(full)
+
+    lost = []
     for _ in range(clock.effort.rounds):
         dist.barrier()
-        started = [compat.all_gather(shard, group.size(), group.group_name) for _ in range(int(count))]
-        beside.append(clock.once(product, 1))
-        for full in started:
-            compat.wait_tensor(full)
-    return max(0.0, statistics.median(beside) / alone - 1)
+        without = clock.once(alone, _TURNS)
+        dist.barrier()
+        lost.append((clock.once(beside, _TURNS) - without) / _TURNS)
+    return slowdown_of(statistics.median(lost) / seconds) if gather is not None else 0.0
+
+
+_TURNS = 8
+"""Number of collectives that are timed together."""
+
+
+def slowdown_of(lost: float) -> float:
+    """Return the fraction by which computation slows down, from the seconds that it loses per second of a collective.
+
+    Slowed down by s, it does 1 / (1 + s) of its work while the collective runs, and loses the rest. If it loses nearly
+    all, the cores do nothing else.
+    """
+    lost = min(max(lost, 0.0), 0.95)
+    return lost / (1 - lost)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from torch import nn
 from mfsdp_compile.cli import main
 from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.planning import calibrated, calibration
-from mfsdp_compile.planning.calibrated import cache_folder, products_of, products_of_workload, quick
-from mfsdp_compile.planning.calibration import Measured, Timing
+from mfsdp_compile.planning.calibrated import cache_folder, quick, shapes_of, shapes_of_workload
+from mfsdp_compile.planning.calibration import Measured, Shapes, Timing
 
 MEASURED = Measured(
     device="a box",
@@ -29,7 +30,7 @@ MEASURED = Measured(
     timings=tuple(Timing("all_gather", 2, size, 1e-4 + size / 2e9) for size in (2**10, 2**24)),
     slowdown=0.25,
 )
-EFFORT = quick(((8, 8, 8),))
+EFFORT = quick(Shapes(((8, 8, 8),)))
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_machine_is_measured_once_for_each_setting(measurements: list[int]) ->
     assert machine == hardware(str(path))
     assert calibrated.calibrated(2, EFFORT) == (path, machine, False)
     assert measurements == [2]
-    other = {calibrated.calibrated(3, EFFORT)[0], calibrated.calibrated(2, quick(((8, 8, 16),)))[0]}
+    other = {calibrated.calibrated(3, EFFORT)[0], calibrated.calibrated(2, quick(Shapes(((8, 8, 16),))))[0]}
     assert len(other | {path}) == 3
     assert measurements == [2, 3, 2]
     assert calibrated.calibrated(2, EFFORT, again=True) == (path, machine, True)
@@ -75,12 +76,33 @@ def test_a_file_that_cannot_be_read_is_replaced(text: str, measurements: list[in
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_products_of_linear_layers() -> None:
+def test_shapes_of_a_model() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 16))
-    assert set(products_of(model, 2)) == {(2, 4, 16), (2, 16, 4), (16, 2, 4), (4, 2, 16)}
-    large = [rows * inner * columns for rows, inner, columns in products_of_workload("llama3-8b", 2, 128)]
+    found = shapes_of(model, 2, lambda: model(torch.zeros(2, 4)))
+    assert set(found.products) == {(2, 4, 16), (2, 16, 4), (16, 2, 4), (4, 2, 16)}
+    assert found.attention is None
+    assert quick(found).attention == quick(Shapes()).attention
+    found = shapes_of_workload("llama3-8b", 2, 128)
+    large = [rows * inner * columns for rows, inner, columns in found.products]
     assert large == sorted(large)
     assert max(large) == 256 * 4096 * 128256
+    assert found.attention == quick(found).attention == (2, 32, 128, 128)
+
+
+@pytest.mark.parametrize(("lost", "slowdown"), [(-0.1, 0.0), (0.0, 0.0), (0.5, 1.0), (0.75, 3.0), (2.0, 19.0)])
+def test_what_collectives_cost_computation(lost: float, slowdown: float) -> None:
+    """While a collective of one second runs, computation that is slower by s does 1 / (1 + s) seconds of work."""
+    assert calibration.slowdown_of(lost) == pytest.approx(slowdown)
+    assert 1 - 1 / (1 + slowdown) == pytest.approx(min(max(lost, 0.0), 0.95))
+
+
+def test_memory_is_measured_on_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untouched zeros are one page for all, which is read from the cache."""
+    made = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: made.append(1))
+    clock = calibration._OperationTimer(torch.device("cpu"), dataclasses.replace(EFFORT, memory_bytes=4096, rounds=1))
+    assert all(rate > 0 for rate in calibration._memory(clock).values())
+    assert not made
 
 
 def test_calibrating_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -92,7 +114,8 @@ def test_calibrating_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     out = str(tmp_path / "box.json")
     assert main(["calibrate", "--out", out, "--ranks", "2", "--model", "demo", "--seq", "16"]) == 0
-    assert efforts[0].matmul == products_of_workload("demo", 8, 16)
+    assert efforts[0].matmul == shapes_of_workload("demo", 8, 16).products
+    assert efforts[0].attention == (8, 8, 16, 32)
     assert main(["calibrate", "--out", out, "--model", "nothing"]) == 2
     assert "unknown model" in capsys.readouterr().out
     assert len(efforts) == 1
