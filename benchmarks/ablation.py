@@ -18,6 +18,9 @@ no order can    more than half is exposed in every order of the same collectives
                 first gather has nothing before it, and the last reduction nothing after it. The gathers of a forward or
                 the reductions of a backward may also take longer than their computation (:func:`least_exposed`)
 missed          a better schedule may exist; it certainly does where one unit ahead fits and is faster
+
+A second table shows what host memory is worth: the solver's schedule with the device's memory as its budget, if optimizer
+state, shards or saved activations are in host memory, beside activation checkpointing, which takes time instead.
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from published import GIB, run
 
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
-from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline
+from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
 from mfsdp_compile.passes.solver.solve import BudgetError, solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
-from mfsdp_compile.planning.planner import problem_of
+from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits
+from mfsdp_compile.planning.planner import planned, problem_of
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.topology import ShardingStrategy
@@ -86,6 +91,30 @@ SETTINGS = (
     Setting("mixtral-8x7b", 64, 1, 4096, "full", "usual"),
 )
 """Every setting that was tried."""
+
+HOST_SETTINGS = (
+    Setting("llama3-8b", 2, 1, 8192, "full", "few ranks"),
+    Setting("llama3-8b", 8, 1, 8192, "none", "activations"),
+    Setting("llama3-8b", 8, 2, 8192, "none", "activations"),
+    Setting("llama3-8b", 8, 2, 8192, "selective", "activations"),
+    Setting("llama3-8b", 8, 2, 8192, "full", "activations"),
+    Setting("llama3-70b", 8, 1, 8192, "full", "few ranks"),
+    Setting("llama3-70b", 16, 1, 8192, "full", "few ranks"),
+    Setting("llama3-70b", 64, 1, 8192, "none", "activations"),
+    Setting("llama3-70b", 64, 1, 8192, "selective", "activations"),
+    Setting("llama3-70b", 64, 1, 8192, "full", "activations"),
+)
+"""Every setting that was tried with host memory, on the first of :data:`NETWORKS`."""
+HOST_WAYS: Mapping[str, tuple[OffloadedUnits | Literal["auto"], bool | Literal["auto"]]] = {
+    "nothing": (NOTHING, False),
+    "optimizer": (OffloadedUnits(optimizer=EVERY), False),
+    "all parameters": (OffloadedUnits(whole=EVERY), False),
+    "as many units as it takes": ("auto", False),
+    "activations": (NOTHING, True),
+    "activations with time": (NOTHING, "auto"),
+    "optimizer, activations with time": (OffloadedUnits(optimizer=EVERY), "auto"),
+}
+"""What is in host memory, as in ``mfsdp plan``'s ``--offload`` and ``--activation-offload``."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +258,25 @@ def rows(setting: Setting) -> Iterator[tuple[str, str]]:
     yield "", ""
 
 
+def host_rows(setting: Setting) -> Iterator[str]:
+    yield f"{setting} ({setting.why})"
+    machine = hardware(NETWORKS[0])
+    candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
+    works = {of: replace(setting.work, activation_offload=of) for _, of in HOST_WAYS.values()}
+    traces = {of: trace(work, machine, True) for of, work in works.items()}
+    for name, (units, activations) in HOST_WAYS.items():
+        job, traced = Job(works[activations], machine, offload=units), traces[activations]
+        row = planned(job, traced, candidate)
+        if row.timeline is None:
+            yield f"  {name:33} needs {row.needed / GIB:.1f} GiB of {job.usable / GIB:.1f}"
+            continue
+        saved = traced.outlines[Phase.FORWARD].host_bytes
+        held = sum(host_memory(row.context.buckets, job.optimizer, saved).values())
+        mfu = 3 * traced.forward_flops / row.timeline.seconds / machine.flops_of("bfloat16")
+        yield f"  {name:33} {row.timeline.seconds:8.3f} {row.needed / GIB:7.1f} {held / GIB:7.1f} {mfu:6.1%}"
+    yield ""
+
+
 def lines() -> Iterator[str]:
     yield (
         f"  {'network':9} {'schedule':11} {'step, s':>8} {'compute':>8} {'sent, s':>8} {'exposed':>9} {'':7} {'GiB':>6} "
@@ -244,6 +292,12 @@ def lines() -> Iterator[str]:
                 counts[kind] = counts.get(kind, 0) + 1
             yield line
     yield f"criterion, by cells: {', '.join(f'{kind} {count}' for kind, count in counts.items())}"
+    yield ""
+    yield f"  {'in host memory':33} {'step, s':>8} {'GiB':>7} {'host':>7} {'MFU':>6}"
+    yield f"  on {NETWORKS[0]}; GiB of a rank's device at the peak, and of a rank's host memory"
+    yield ""
+    for setting in HOST_SETTINGS:
+        yield from host_rows(setting)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import gc
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.simulate import host_memory
@@ -38,6 +40,7 @@ OFFLOAD: dict[str, OffloadedUnits | Literal["auto"]] = {
     "all": OffloadedUnits(whole=EVERY),
     "auto": "auto",
 }
+ACTIVATION_OFFLOAD: dict[str, bool | Literal["auto"]] = {"none": False, "all": True, "auto": "auto"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -107,7 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fp8-wgrad", action="store_true", help="with --fp8-matmul: gradients of weights too")
     parser.add_argument(
-        "--checkpoint", choices=CHECKPOINT, default="none", help="activation checkpointing (default: %(default)s)"
+        "--checkpoint",
+        choices=(*CHECKPOINT, "auto"),
+        default="none",
+        help="activation checkpointing; auto: try each kind, with each --activation-offload if that is not given, and plan with "
+        "the fastest that fits (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket",
@@ -149,6 +156,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep optimizer state and gradients in host memory (offload_policy=OptimizerOffloadPolicy()), or shards too "
         "(CPUOffloadPolicy()); auto: of as many units as it takes to fit (default: %(default)s)",
     )
+    parser.add_argument(
+        "--activation-offload",
+        choices=ACTIVATION_OFFLOAD,
+        help="keep values that are saved for backward in host memory meanwhile, as the option activation_offload; auto: those "
+        "that are copied while the next unit computes (default: none)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
@@ -178,12 +191,16 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             batch=given.batch,
             length=given.seq,
             dtype=DTYPES[given.dtype],
-            checkpoint=given.checkpoint,
         )
         if given.fp8_wgrad and given.fp8_matmul is None:
             raise ValueError("--fp8-wgrad needs --fp8-matmul")
         param_dtype = DTYPES[given.param_dtype] if given.param_dtype is not None else None
-        work = replace(work, param_dtype=param_dtype, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
+        work = replace(
+            work,
+            param_dtype=param_dtype,
+            fp8_matmul=given.fp8_matmul,
+            fp8_wgrad=given.fp8_wgrad,
+        )
         if given.microbatches is not None and given.microbatches < 1:
             raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
@@ -218,12 +235,19 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2
-    with console.status(f"tracing {work.name}"):
-        try:
-            forecast = plan(job, worlds, parts=given.bucket is not None, degrees=degrees)
-        except (RuntimeError, ValueError) as error:
-            print(f"mfsdp plan: {error}", file=sys.stderr)
-            return 2
+    forecasts: list[Forecast] = []
+    for checkpoint, offload in _ways_to_save(given.checkpoint, given.activation_offload):
+        saved = replace(work, checkpoint=checkpoint, activation_offload=ACTIVATION_OFFLOAD[offload])
+        with console.status(f"tracing {work.name}, {_saving(saved)}"):
+            try:
+                parts = given.bucket is not None
+                forecasts.append(plan(replace(job, work=saved), worlds, parts=parts, degrees=degrees))
+            except (RuntimeError, ValueError) as error:
+                print(f"mfsdp plan: {error}", file=sys.stderr)
+                return 2
+    forecast = max(forecasts, key=_speed)
+    if len(forecasts) > 1:
+        _show_saving(console, forecasts, forecast)
     _show(console, forecast)
     if forecast.best is None:
         return 1
@@ -246,6 +270,50 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         ).save(given.schedule)
         console.print(f"schedule: {given.schedule}", highlight=False)
     return 0
+
+
+def _ways_to_save(checkpoint: str, offload: str | None) -> Iterator[tuple[str, str]]:
+    """Yield pairs of ``--checkpoint`` and ``--activation-offload`` to try."""
+    tried = checkpoint == "auto"
+    every = ACTIVATION_OFFLOAD if tried else ("none",)
+    return itertools.product(CHECKPOINT if tried else (checkpoint,), (offload,) if offload is not None else every)
+
+
+def _speed(forecast: Forecast) -> float:
+    """Return tokens per second of the best plan. If none fits, a negative number, larger for those that need less memory."""
+    if forecast.best is None:
+        return -float(min(row.needed for row in forecast.rows))
+    return forecast.tokens_per_second(forecast.best)
+
+
+def _saving(work: Workload) -> str:
+    """Return text such as ``checkpointing full, activations in host memory (auto)``."""
+    kinds = {True: ", activations in host memory", "auto": ", activations in host memory (auto)"}
+    return f"checkpointing {work.checkpoint}{kinds.get(work.activation_offload, '')}"
+
+
+def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast) -> None:
+    console.print("the best plan with each way to save values for backward:", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("values for backward", "sharding", "GiB", "in host memory", "step", "tok/s", ""):
+        table.add_column(
+            name, justify="left" if name in ("values for backward", "sharding", "") else "right", no_wrap=True
+        )
+    for forecast in forecasts:
+        row = forecast.best or min(forecast.rows, key=lambda row: row.needed)
+        host = max(stage.outlines[Phase.FORWARD].host_bytes for stage in forecast.stages)
+        cells = [
+            _saving(forecast.job.work),
+            str(row.candidate),
+            f"{row.needed / (1 << 30):,.1f}",
+            f"{host / (1 << 30):,.1f}",
+        ]
+        if row.timeline is None:
+            table.add_row(*cells, "", "", "too much", style="dim")
+        else:
+            speed = f"{forecast.tokens_per_second(row):,.0f}"
+            table.add_row(*cells, f"{row.timeline.seconds:.3g} s", speed, "best" if forecast is best else "")
+    _print_table(console, table)
 
 
 def _reshard(text: str) -> bool | int | None:
@@ -274,7 +342,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     parameters, units = sum(stage.parameters for stage in stages), sum(len(stage.order) for stage in stages)
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
-        f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, checkpointing {job.work.checkpoint}, "
+        f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, {_saving(job.work)}, "
         f"{job.optimizer.name}{_quantized(job)}",
         highlight=False,
     )
@@ -298,6 +366,13 @@ def _show(console: Console, forecast: Forecast) -> None:
         console.print(
             "host is what a rank has in host memory, of so many units: their optimizer state and gradients (optimizer), or also "
             "their shards (all)",
+            highlight=False,
+        )
+    if job.work.activation_offload:
+        saved = max(stage.outlines[Phase.FORWARD].host_bytes for stage in stages)
+        console.print(
+            f"{bytes_text(saved)} of values saved for backward are in host memory from forward to backward"
+            f"{', for each microbatch' if pipelined else ''}",
             highlight=False,
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -449,16 +524,17 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
         )
         numbers.append(("idle", f"{percent_text(row.idle, row.timeline.seconds)} of the step (predicted)"))
     lines = problem_of(forecast.job_of(row), traced, row.candidate).lines(row.decisions)
+    host = host_memory(row.context.buckets, job.optimizer, traced.outlines[Phase.FORWARD].host_bytes)
     source = dict(job.hardware.sources)
     return StepReport(
         f"Plan of {job.work.name} on {row.candidate.world:,} ranks of {job.hardware.name}",
-        [*headline(row.timeline, job.usable, host_memory(row.context.buckets, job.optimizer)), *numbers],
+        [*headline(row.timeline, job.usable, host), *numbers],
         row.timeline,
         row.context.buckets,
         {phase.value: found for phase, found in lines.items()},
         environment={
             "model": f"{job.work.name}, {traced.parameters:,} parameters, {_dtypes(job.work)}",
-            "batch": f"{job.work.batch} x {job.work.length:,} tokens per rank, checkpointing {job.work.checkpoint}",
+            "batch": f"{job.work.batch} x {job.work.length:,} tokens per rank, {_saving(job.work)}",
             "hardware": job.hardware.name,
             "optimizer": job.optimizer.name,
             "torch": torch.__version__,

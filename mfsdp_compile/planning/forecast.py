@@ -18,7 +18,16 @@ from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
-from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, host_memory, resting_memory, simulate
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.simulate import (
+    Exposure,
+    Stage,
+    StartCopy,
+    Timeline,
+    host_memory,
+    resting_memory,
+    simulate,
+)
 from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
@@ -64,6 +73,12 @@ class _Compiled:
         resting = resting_memory(self.context.buckets, prediction.optimizer, self.context.other_bytes)
         found = simulate(events, self.context, prediction.costs, resting, prediction.optimizer)
         self.timeline = explained(found, self.record.decisions, PHASES)
+
+    @property
+    def host_memory(self) -> Mapping[Category, int]:
+        copies = (event.copy for event in self.record.events[Phase.FORWARD] if isinstance(event, StartCopy))
+        saved = sum(copy.bytes for copy in copies if copy.outward)
+        return host_memory(self.context.buckets, self.prediction.optimizer, saved)
 
 
 def _why_nothing(records: Sequence[CompileRecord]) -> str:
@@ -249,7 +264,7 @@ def report(
     verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
     made = StepReport(
         title,
-        headline(timeline, context.policy.memory_budget, host_memory(context.buckets, compiled.prediction.optimizer)),
+        headline(timeline, context.policy.memory_budget, compiled.host_memory),
         timeline,
         context.buckets,
         {phase.value: lines for phase, lines in record.schedules.items()},

@@ -28,11 +28,11 @@ from mfsdp_compile.backend.options import CompileOptions, known_rings
 from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.context import Context
+from mfsdp_compile.passes.context import Context, SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel, kernels, origin
 from mfsdp_compile.passes.solver.hardware import Hardware
-from mfsdp_compile.passes.solver.outline import Gradients, Outline, Use
+from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
@@ -330,7 +330,10 @@ def _outlines(
     outputs: list[Tensor] = []
     found: list[pipeline.CompileRecord] = []
     costs = CostModel(hardware, fused, groups=known_rings())
-    options = CompileOptions(hardware=hardware, regions=False, fp8_matmul=work.fp8_matmul, fp8_wgrad=work.fp8_wgrad)
+    schedule = SchedulePolicy(activation_offload=work.activation_offload)
+    options = CompileOptions(
+        schedule=schedule, hardware=hardware, regions=False, fp8_matmul=work.fp8_matmul, fp8_wgrad=work.fp8_wgrad
+    )
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm = compat.copy_graph_module(gm)
@@ -347,6 +350,7 @@ def _outlines(
             forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
             graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
             count = kwargs["num_fwd_outputs"]
+            pipeline.offload_saved_on_trial(forward.graph, backward.graph, record, count)
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
             readers.update(_readers(forward.graph, record.context, fused))
             outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
@@ -592,8 +596,9 @@ def _repeat(outline: Outline, run: _EqualUnits, numbers: Mapping[tuple[int, int]
     count, length = len(run.names), end - begin
     own = {number for number, _ in numbers}
 
-    def moved(place: int) -> int:
-        return place if place < end else place + (count - 1) * length
+    def moved(place: int, last: int) -> int:
+        """Move a place of another unit's bucket. One that lives on behind the run begins, if inside, in its last unit."""
+        return place + (count - 1) * length if last >= end and place >= begin else place
 
     def use_of(lives: Iterable[tuple[int, int, int]]) -> Use:
         buckets, waits, last = zip(*lives, strict=True)
@@ -619,18 +624,74 @@ def _repeat(outline: Outline, run: _EqualUnits, numbers: Mapping[tuple[int, int]
                 wholes[numbers[bucket, which]] = (start + shift, stop + shift)
     for use in outline.uses:
         if use.buckets[0] not in own:
-            uses.append(use_of((bucket, moved(wait), moved(last)) for bucket, wait, last in use.lives))
+            uses.append(use_of((bucket, moved(wait, last), moved(last, last)) for bucket, wait, last in use.lives))
     for g in outline.gradients:
         if g.bucket not in own:
-            start = moved(g.begin) if g.begin is not None else None
-            gradients.append(Gradients(g.bucket, start, moved(g.ready), g.elsewhere))
+            start = moved(g.begin, g.ready) if g.begin is not None else None
+            gradients.append(Gradients(g.bucket, start, moved(g.ready, g.ready), g.elsewhere))
     for bucket, (start, stop) in outline.wholes.items():
         if bucket not in own:
-            wholes[bucket] = (moved(start), moved(stop))
+            wholes[bucket] = (moved(start, stop), moved(stop, stop))
     return Outline(
         tuple(segments),
         tuple(labels),
         tuple(sorted(uses, key=lambda use: use.first)),
         wholes,
         tuple(sorted(gradients, key=lambda g: g.ready)),
+        tuple(sorted(_copies(outline, labels, begin, count), key=lambda copies: (copies.start, copies.wait))),
     )
+
+
+def _copies(outline: Outline, labels: Sequence[str], begin: int, count: int) -> Iterator[Copies]:
+    """Yield the copies of an outline in which ``count`` units are in the place of the one that begins with segment ``begin``.
+
+    A copy's start and wait are up to two units apart: one is where the unit computes or reads the values, the other one at
+    the turn of a unit before or after it. They are as far apart everywhere.
+
+    Args:
+        labels: Unit of each segment of the result.
+    """
+    traced, result = _Turns(outline.units), _Turns(labels)
+    run = traced.of(begin)
+    found = []
+    for copies in outline.copies:
+        at, other = (copies.start, copies.wait) if copies.outward else (copies.wait, copies.start)
+        found.append((copies, at, other, traced.of(other) - traced.of(at)))
+    # Where the turn of a unit of the run begins, as copies tell that start or end there.
+    turn = {apart: traced.within(other) for _, _, other, apart in found if abs(traced.of(other) - run) <= 1}
+    for copies, at, other, apart in found:
+        unit = traced.of(at)
+        for copy in range(count) if unit == run else [count - 1 if unit > run else 0]:
+            there = unit + copy + apart
+            in_run = abs(traced.of(other) - run) <= 1 or not run - 1 <= there <= run + count
+            within = traced.within(other) if in_run else turn.get(apart, 0)
+            places = result.place(unit + copy, traced.within(at)), result.place(there, within)
+            start, wait = places if copies.outward else places[::-1]
+            yield replace(copies, start=start, wait=wait)
+
+
+class _Turns:
+    """Segments by the position of their unit: consecutive segments of one unit have the same."""
+
+    def __init__(self, units: Sequence[str]) -> None:
+        self.begins = [i for i, unit in enumerate(units) if i == 0 or unit != units[i - 1]]
+        self.count = len(units)
+
+    def of(self, segment: int) -> int:
+        """Return the position of a segment's unit; at the end, one more than that of the last unit."""
+        return bisect.bisect_right(self.begins, segment) - 1 + (segment == self.count)
+
+    def within(self, segment: int) -> int:
+        """Return the number of segments between the beginning of the segment's unit and it."""
+        return 0 if segment == self.count else segment - self.begins[self.of(segment)]
+
+    def place(self, unit: int, within: int) -> int:
+        """Return a segment.
+
+        Raises:
+            _NotAlikeError: The unit has fewer segments.
+        """
+        begins = [*self.begins, self.count]
+        if unit + 1 < len(begins) and within >= begins[unit + 1] - begins[unit]:
+            raise _NotAlikeError("values go to host memory while units of other sizes compute")
+        return begins[unit] + within

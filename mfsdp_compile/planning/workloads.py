@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,8 @@ class Workload:
             everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
             calls selective op checkpointing.
         fp8_matmul, fp8_wgrad: Options of the backend: whether linear layers compute in float8.
+        activation_offload: Option of the backend: which values saved for backward are in host memory meanwhile. True:
+            all that are large enough. ``"auto"``: those for whose copies there is time.
         divided: How the model is divided by expert, tensor, context and pipeline parallelism. None: it cannot be.
     """
 
@@ -127,6 +129,7 @@ class Workload:
     checkpoint: str = "none"
     fp8_matmul: str | None = None
     fp8_wgrad: bool = False
+    activation_offload: bool | Literal["auto"] = False
     divided: Divided | None = None
 
     @property

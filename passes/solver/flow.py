@@ -137,12 +137,14 @@ class SavedCopy:
 
     Args:
         start, wait: Places of its start and wait in the graph.
+        bytes: Its size.
         seconds: Time of the copy alone on the link.
     """
 
     outward: bool
     start: float
     wait: float
+    bytes: int
     seconds: float
 
 
@@ -449,8 +451,9 @@ class _Reader:
     def _copies(self) -> Iterator[SavedCopy]:
         for wait in self.graph.find_nodes(op="call_function", target=roles.WAIT_SAVED):
             start = wait.all_input_nodes[0]
-            seconds = self.costs.host_copy(value_bytes(start))
-            yield SavedCopy(start.target is roles.OFFLOAD_SAVED, self.place[start], self.place[wait], seconds)
+            size = value_bytes(start)
+            outward = start.target is roles.OFFLOAD_SAVED
+            yield SavedCopy(outward, self.place[start], self.place[wait], size, self.costs.host_copy(size))
 
     def _collectives(self) -> Iterator[Placed]:
         place, context, costs = self.place, self.context, self.costs

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..context import Context
-from .flow import Category, Flow, Placed
+from .flow import Category, Flow, Placed, SavedCopy
 
-__all__ = ["Gradients", "Outline", "Segment", "Use", "grouped", "outline_of"]
+__all__ = ["Copies", "Gradients", "Outline", "Segment", "Use", "grouped", "outline_of"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,24 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Copies of saved values to host memory or back that start and end together.
+
+    Args:
+        outward: Whether they go to host memory.
+        start, wait: Segments before which they are started and awaited. The number of segments: at the end.
+        bytes: Their size.
+        seconds: Their time alone on the link.
+    """
+
+    outward: bool
+    start: int
+    wait: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Outline:
     """Outline of one graph.
 
@@ -88,6 +106,7 @@ class Outline:
         uses: Gathers that communicate, in order of first use.
         wholes: First and last segment of buckets that are whole without a gather and only cast, by bucket.
         gradients: Buckets of gradients, in order of the segments that complete them.
+        copies: Copies of saved values.
     """
 
     segments: tuple[Segment, ...]
@@ -95,6 +114,12 @@ class Outline:
     uses: tuple[Use, ...] = ()
     wholes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     gradients: tuple[Gradients, ...] = ()
+    copies: tuple[Copies, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the values that go to host memory."""
+        return sum(copies.bytes for copies in self.copies if copies.outward)
 
 
 def outline_of(flow: Flow, context: Context) -> Outline:
@@ -151,10 +176,13 @@ class _Outliner:
         borders |= {p.ready + _AFTER for p in self.reductions} | set(self.begins.values())
         borders |= {begin for begin, _ in self.casts.values()} | {end + _AFTER for _, end in self.casts.values()}
         borders |= {place for place, _ in self.flow.uses}
+        borders |= {place for copy in self.flow.copies for place in (copy.start, copy.wait)}
         self.starts = sorted({bisect_left(self.places, border) for border in borders} - {len(self.places)} | {0})
         gradients = sorted((self._gradients(placed) for placed in self.reductions), key=lambda g: g.ready)
         wholes = {bucket: (self._at(begin), self._before(end)) for bucket, (begin, end) in self.casts.items()}
-        return Outline(tuple(self._segments()), self._units(), tuple(self._uses()), wholes, tuple(gradients))
+        return Outline(
+            tuple(self._segments()), self._units(), tuple(self._uses()), wholes, tuple(gradients), tuple(self._copies())
+        )
 
     def _at(self, place: float) -> int:
         """Return the segment of the first kernel at or after this place."""
@@ -176,6 +204,20 @@ class _Outliner:
     def _uses(self) -> list[Use]:
         lives = [(p.collective.bucket, self._at(p.first_use), self._before(p.last_use)) for p in self.gathers]
         return grouped(lives, self.context)
+
+    def _copies(self) -> Iterator[Copies]:
+        together: dict[tuple[bool, int, int], list[SavedCopy]] = {}
+        for copy in self.flow.copies:
+            start, wait = (
+                bisect_right(self.starts, first) - 1
+                if (first := bisect_left(self.places, place)) < len(self.places)
+                else len(self.starts)
+                for place in (copy.start, copy.wait)
+            )
+            together.setdefault((copy.outward, start, wait), []).append(copy)
+        for (outward, start, wait), copies in sorted(together.items(), key=lambda item: item[0][1:]):
+            size, seconds = sum(copy.bytes for copy in copies), sum(copy.seconds for copy in copies)
+            yield Copies(outward, start, wait, size, seconds)
 
     def _gradients(self, placed: Placed) -> Gradients:
         bucket = placed.collective.bucket

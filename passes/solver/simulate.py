@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..context import BucketInfo, Context
 from .costs import CostModel, Ring, collective_seconds
 from .flow import Category, Collective, Flow, SavedCopy
+from .outline import Copies
 
 __all__ = [
     "Allocate",
@@ -196,13 +197,18 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
 
 
-def host_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost) -> dict[Category, int]:
-    """Return the bytes that a rank holds in host memory when the optimizer steps, by category; empty if nothing is offloaded."""
+def host_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, saved: int = 0) -> dict[Category, int]:
+    """Return the bytes of a rank in host memory, by category; empty if nothing is offloaded.
+
+    Args:
+        saved: Bytes of values that are saved for backward there.
+    """
     offloaded = [info for info in buckets if info.exchange.offload]
+    found = {Category.SAVED: saved} if saved else {}
     if not offloaded:
-        return {}
+        return found
     trained = sum(info.layout.shard_numel for info in offloaded if info.trainable)
-    return {
+    return found | {
         Category.SHARDS: sum(info.shard_bytes for info in offloaded),
         Category.GRADIENTS: sum(
             info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable
@@ -251,15 +257,15 @@ class Wait(NamedTuple):
 
 
 class StartCopy(NamedTuple):
-    """A copy of a saved value to or from host memory is started."""
+    """A copy of a saved value to or from host memory is started, or several are."""
 
-    copy: SavedCopy
+    copy: SavedCopy | Copies
 
 
 class WaitCopy(NamedTuple):
-    """Such a copy is awaited."""
+    """They are awaited."""
 
-    copy: SavedCopy
+    copy: SavedCopy | Copies
 
 
 Event = Allocate | Free | Compute | Enter | Start | Wait | StartCopy | WaitCopy
@@ -453,7 +459,7 @@ class _Clock:
     def run(self, stage: Stage, events: Iterable[Event]) -> None:
         buckets = self.context.buckets
         running: dict[Collective, _Running] = {}
-        copied: dict[SavedCopy, float] = {}
+        copied: dict[SavedCopy | Copies, float] = {}
         unit = ""
         for event in events:  # the most frequent kinds first: a plan simulates a million events
             if isinstance(event, Allocate):

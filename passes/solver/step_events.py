@@ -22,9 +22,11 @@ from .simulate import (
     OptimizerCost,
     Stage,
     Start,
+    StartCopy,
     Timeline,
     Turn,
     Wait,
+    WaitCopy,
     resting_memory,
     simulate,
 )
@@ -227,6 +229,9 @@ class StepOutlines:
             size = self.context.buckets[bucket].gathered_bytes
             before[first].append(Allocate(Category.GATHERED, size))
             after[last].append(Free(Category.GATHERED, size))
+        for copies in outline.copies:
+            before[copies.start].append(StartCopy(copies))
+            before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
         return self._joined(phase, before, after)
 

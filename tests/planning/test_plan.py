@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -24,12 +25,13 @@ from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.passes.solver.simulate import Stage, Timeline, host_memory, resting_memory, simulate
+from mfsdp_compile.passes.solver.simulate import Stage, StartCopy, Timeline, host_memory, resting_memory, simulate
 from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
 from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
 from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_of, sizes
@@ -74,28 +76,33 @@ def traced_llama(layers: int, **options: Any) -> Trace:
 )
 def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     """A plan for ten layers, of which the planner traces four, equals the graphs of all ten."""
-    work = llama(10)
-    job = Job(work, CPU, solved=False)
+    job = Job(llama(10), CPU, solved=False)
     row = planned(job, traced_llama(10), Candidate(strategy, 4))
     assert row.timeline is not None
-
-    from mfsdp_compile.runtime import compat
-
-    with compat.fake_process_group(4):
-        model = fully_shard_model(Llama(LlamaConfig(layers=10)), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-        options = {"report": True, "hardware": "cpu"}
-        call = torch.compile(model, backend="mfsdp", options=options)
-        call(*torch.randint(0, 256, (2, 4, 64))).backward()
-        record = model.sharded.compiled_graphs[-1]
-    torch.compiler.reset()
-    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
-    resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
-    real = simulate(events, record.context, record.prediction.costs, resting, job.optimizer)
+    real, _ = compiled_llama(job, strategy)
     # Inductor's own passes over joint graphs run after this trace, so a few operators differ.
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
     assert row.timeline.flops == pytest.approx(real.flops, rel=0.001)
     assert len(row.timeline.exposures) == len(real.exposures)
+
+
+def compiled_llama(
+    job: Job, strategy: ShardingStrategy = ZERO3, batch: int = 4, length: int = 64, **options: Any
+) -> tuple[Timeline, CompileRecord]:
+    """Simulate the graphs of ten layers that the compiler makes."""
+    from mfsdp_compile.runtime import compat
+
+    with compat.fake_process_group(4):
+        model = fully_shard_model(Llama(LlamaConfig(layers=10)), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+        options |= {"report": True, "hardware": "cpu"}
+        call = torch.compile(model, backend="mfsdp", options=options)
+        call(*torch.randint(0, 256, (2, batch, length))).backward()
+        record = model.sharded.compiled_graphs[-1]
+    torch.compiler.reset()
+    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
+    return simulate(events, record.context, record.prediction.costs, resting, job.optimizer), record
 
 
 def test_equal_layers_are_traced_four_times_and_count_as_often_as_they_are() -> None:
@@ -171,22 +178,31 @@ def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int)
     assert (len(found.units), len(found.order)) == (traced, 9)
 
 
+SAVED_ON_HOST = {"activation_offload": True, "batch": 16, "length": 128}  # values of 2 MiB
+
+
 @pytest.mark.parametrize(
-    ("checkpoint", "layers"),
+    ("options", "layers"),
     [
-        pytest.param("none", 4, marks=pytest.mark.long),
-        pytest.param("selective", 3, marks=pytest.mark.long),
-        ("full", 3),
+        pytest.param({"checkpoint": "none"}, 4, marks=pytest.mark.long),
+        pytest.param({"checkpoint": "selective"}, 3, marks=pytest.mark.long),
+        pytest.param({"checkpoint": "full"}, 3, marks=pytest.mark.long),
+        ({"checkpoint": "full", **SAVED_ON_HOST}, 4),
+        pytest.param({**SAVED_ON_HOST}, 4, marks=pytest.mark.long),
+        pytest.param({**SAVED_ON_HOST, "activation_offload": "auto"}, 4, marks=pytest.mark.long),
     ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_few_layers_say_what_all_do(checkpoint: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = traced_llama(6, checkpoint=checkpoint)
+def test_few_layers_say_what_all_do(options: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = traced_llama(6, **options)
     monkeypatch.setattr(trace_model, "_AROUND", ())
-    whole = trace(llama(6, checkpoint=checkpoint), CPU, fused=True)
+    whole = trace(llama(6, **options), CPU, fused=True)
     assert (len(short.units), len(whole.units)) == (layers + 2, 6 + 2)
     for phase, outline in whole.outlines.items():
         assert short.outlines[phase].segments == pytest.approx(outline.segments)
         assert short.outlines[phase].units == outline.units
+        assert {*short.outlines[phase].copies} == {*outline.copies}
+        assert bool(outline.copies) == ("activation_offload" in options)
     rows = [planned(Job(llama(6), CPU), traced, Candidate(ZERO3, 4)) for traced in (short, whole)]
     assert rows[0].needed == rows[1].needed
     assert rows[0].timeline.seconds == pytest.approx(rows[1].timeline.seconds)
@@ -609,6 +625,31 @@ def test_offload_takes_shards_gradients_and_state_from_the_device() -> None:
     # The peak is at the beginning of backward, where there are no reduced gradients yet.
     assert optimizer.needed == nothing.needed - 8 * elements
     assert everything.needed < optimizer.needed
+
+
+def test_a_plan_with_activation_offload_is_what_the_compiler_does() -> None:
+    """Saved values are on the device for as long as in the graphs, and as many of them are in host memory."""
+    job = Job(llama(10, **SAVED_ON_HOST), CPU, solved=False)
+    traced = traced_llama(10, **SAVED_ON_HOST)
+    row = planned(job, traced, Candidate(ZERO3, 4))
+    real, record = compiled_llama(job, **SAVED_ON_HOST, regions=False)
+    copies = [event.copy for event in record.events[Phase.FORWARD] if isinstance(event, StartCopy)]
+    assert traced.outlines[Phase.FORWARD].host_bytes == sum(copy.bytes for copy in copies) > 0
+    assert row.timeline is not None
+    assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+    assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+    on_device = replace(job, work=replace(job.work, activation_offload=False))
+    stays = planned(on_device, trace(on_device.work, CPU, fused=True), Candidate(ZERO3, 4))
+    assert row.needed < 0.7 * stays.needed
+
+
+def test_command_says_what_is_saved_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "demo", "--batch", "8", "--world", "2", "--hardware", "cpu", "--dtype", "float32"]
+    assert main([*arguments, "--activation-offload", "all", "--details"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"(\S+ MiB) of values saved for backward are in host memory from forward to backward", shown)
+    assert found is not None
+    assert f"{found[1]} per rank: saved for backward {found[1]} (predicted)" in shown
 
 
 def test_auto_offloads_as_many_units_as_it_takes() -> None:
