@@ -63,8 +63,8 @@ OFFLOADED = context([bucket("a", offload="cpu"), bucket("b")])
 
 
 def test_copies_of_saved_values_queue_by_direction() -> None:
-    first, second = SavedCopy(True, 0, 0, 2.0), SavedCopy(True, 0, 0, 3.0)
-    back = SavedCopy(False, 0, 0, 4.0)
+    first, second = SavedCopy(True, 0, 0, 8, 2.0), SavedCopy(True, 0, 0, 8, 3.0)
+    back = SavedCopy(False, 0, 0, 8, 4.0)
     starts = [StartCopy(first), StartCopy(second), StartCopy(back)]
     found = run(*starts, Compute(1.0, 0.0), WaitCopy(first), WaitCopy(back), WaitCopy(second), Compute(1.0, 0.0))
     assert (found.seconds, found.compute_seconds) == (6.0, 2.0)  # 2 + 3 to the host, beside 4 from it
