@@ -269,7 +269,7 @@ def test_kubernetes_command(alone: dict[int, float], tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_ray_train(alone: dict[int, float], tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray.train", exc_type=ImportError)
     words = [*WORDS, "--steps", "8", "--folder", str(tmp_path / "run"), "--workers", "2", "--cpu"]
     done = subprocess.run(
         [sys.executable, "-m", "mfsdp_compile.examples.cluster.ray_train", *words],

@@ -51,7 +51,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"], help="inner compiler")
     given = parser.parse_args(words)
 
-    stop = Stop()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -72,9 +71,10 @@ def main(words: Sequence[str] | None = None) -> None:
     text = ByteText(standard_library(), given.length)
     device = next(model.parameters()).device
 
+    stop = Stop()  # until here, a signal ends the process at once
     with Checkpoints(given.folder, keep=2) as checkpoints:
         restored = checkpoints.load(model, optimizer)
-        done = restored.step if restored is not None else 0
+        done = (restored.step or 0) if restored is not None else 0
         for step in range(done + 1, given.steps + 1):
             tokens, targets = (part.chunk(ranks)[rank].to(device) for part in text.batch(step, given.batch))
             loss = compiled(tokens, targets)
