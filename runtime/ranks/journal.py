@@ -185,7 +185,7 @@ class Journal:
     def _on_signals(self) -> None:
         """Write the journal on SIGUSR1, and on SIGTERM, with which launchers end the other ranks when one has died.
 
-        The program's own signal handlers are kept.
+        The program's own signal handlers are kept, also those that it sets later: only this class's own ends the process.
         """
         ours = {number for number in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL}
         # Python runs signal handlers between two of its own instructions, which a rank that waits in C++ never reaches.
@@ -197,14 +197,18 @@ class Journal:
             signal.set_wakeup_fd(before)
             return
         self._kept = writing
+
+        def do_nothing(*_: Any) -> None:
+            """Keep the signal from ending the process before the journal is written."""
+
         for number in ours:
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, do_nothing)
 
         def listen() -> None:
             while number := reading.recv(1):
                 if number[0] in ours:
                     self.write(signal.Signals(number[0]).name)
-                    if number[0] == signal.SIGTERM:
+                    if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is do_nothing:
                         os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=listen, name="mfsdp-signals", daemon=True).start()

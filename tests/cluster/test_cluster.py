@@ -42,8 +42,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return found
 
 
-def start(node: Node, head: Node, folder: Path, ranks: int, nodes: str, *words: str, steps: int = STEPS) -> None:
-    settings = environment(node, head, folder / "run", NODES=nodes, RANKS=str(ranks))
+def start(
+    node: Node, head: Node, folder: Path, ranks: int, nodes: str, *words: str, steps: int = STEPS, **variables: str
+) -> None:
+    settings = environment(node, head, folder / "run", NODES=nodes, RANKS=str(ranks), **variables)
     node.start("sh", str(HERE / "torchrun.sh"), *WORDS, "--steps", str(steps), *words, **settings)
 
 
@@ -99,6 +101,28 @@ def test_a_node_dies(returns: bool, alone: dict[int, float], tmp_path: Path) -> 
         found = losses("\n".join(node.text() for node in nodes))
     assert {step: found[step] for step in alone} == pytest.approx(alone, abs=ROUNDING)
     assert took < 120
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_node_is_drained(alone: dict[int, float], tmp_path: Path) -> None:
+    """SIGTERM to one node: all ranks save, and training goes on without it, from that very step, instead of ending."""
+    with cluster(2, tmp_path) as nodes:
+        first, second = nodes
+        for node in nodes:
+            # The journal, which this variable turns on, must leave SIGTERM to the script.
+            start(node, first, tmp_path, 1, "1:2", steps=400, MFSDP_DEBUG_DIR=str(tmp_path / "debug"))
+        _wait_for_any([*nodes], "step 5:", 120)
+        second.started[-1].send_signal(signal.SIGTERM)
+        assert ended(second, 60) != 0
+        _wait_for_any([*nodes], ", 1 ranks", 120)
+        text = "\n".join(node.text() for node in nodes)
+    steps = sorted((int(step), int(ranks)) for step, ranks in re.findall(r"step (\d+): loss [\d.]+, (\d+) ranks", text))
+    assert [step for step, _ in steps] == [*range(1, len(steps) + 1)], "a step was repeated or left out"
+    assert steps[-1][1] == 1
+    found = losses(text)
+    early = {step: loss for step, loss in alone.items() if step in found}
+    assert {step: found[step] for step in early} == pytest.approx(early, abs=ROUNDING)
 
 
 def _goes_on(text: str, ranks: int) -> bool:

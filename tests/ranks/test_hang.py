@@ -23,7 +23,7 @@ SECONDS = 8
 """Timeout of the process group: short, but longer than the difference between ranks' compilation times."""
 
 PROGRAM = f"""
-import os, sys, time
+import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
@@ -56,6 +56,7 @@ def misbehave():
     if how == "sleeps":
         time.sleep({SECONDS * 2})
     if how == "signalled":
+        signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
         print("asleep", flush=True)
         time.sleep(60)
 torch.manual_seed(0)
@@ -144,7 +145,8 @@ def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, c
 def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     """A signal makes every rank write its record.
 
-    This includes a rank that waits in a collective, where Python runs no handlers.
+    This includes a rank that waits in a collective, where Python runs no handlers. SIGTERM then ends it, but not a rank
+    whose program has a handler of its own by now.
     """
     with started(tmp_path, "signalled", "eager", 2) as processes:
         assert processes[1].stdout is not None
@@ -157,6 +159,12 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
         states = [json.loads(file.read_text())[0] for file in files]
+        for process in reversed(processes):  # the last one first, before it notices that the other has ended
+            process.send_signal(signal.SIGTERM)
+        assert processes[1].stdout.readline() == "handled\n"
+        assert processes[0].wait(20) == 128 + signal.SIGTERM
+        time.sleep(0.2)  # the journal would have ended it at once
+        assert processes[1].poll() is None
     assert [state["why"] for state in states] == ["SIGUSR1", "SIGUSR1"]
     assert "time.sleep(60)" in states[1]["place"]
     assert hang.analyze(dict(enumerate(states)))[0].ranks == (1,)

@@ -6,7 +6,8 @@ Every launcher that sets torchrun's variables starts it: ``RANK``, ``WORLD_SIZE`
 ``MASTER_ADDR``, ``MASTER_PORT``. All nodes must see the same ``--folder``.
 
 ``--batch`` is the batch of the whole job, and data depend on the step alone: on another number of ranks, a step computes the
-same gradient, except for rounding. On SIGTERM or SIGUSR1, all ranks save after the current step and end.
+same gradient, except for rounding. On SIGTERM or SIGUSR1 to any rank, all save after the current step and exit with 143: a
+launcher then knows that training is not finished.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -31,12 +33,17 @@ from ...models.llama import Block, Llama, LlamaConfig
 
 __all__ = ["main"]
 
+STOPPED = 128 + signal.SIGTERM
 
-def main(words: Sequence[str] | None = None) -> None:
+
+def main(words: Sequence[str] | None = None) -> int:
     """Train.
 
     Args:
         words: Arguments. None: those of the command line.
+
+    Returns:
+        The exit code: 0 after the last step, 143 if a signal has stopped training before it.
 
     Raises:
         ValueError: The ranks do not divide the batch.
@@ -71,6 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     text = ByteText(standard_library(), given.length)
     device = next(model.parameters()).device
 
+    code = 0
     stop = Stop()  # until here, a signal ends the process at once
     with Checkpoints(given.folder, keep=2) as checkpoints:
         restored = checkpoints.load(model, optimizer)
@@ -87,12 +95,14 @@ def main(words: Sequence[str] | None = None) -> None:
             mean, stopping = told[0].item() / ranks, told[1].item() > 0
             if rank == 0:
                 print(f"step {step}: loss {mean:.6f}, {ranks} ranks", flush=True)
-            if stopping:
+            if stopping and step < given.steps:
                 checkpoints.save(step, model, optimizer)
+                code = STOPPED
                 break
             if step % given.save_every == 0 or step == given.steps:
                 checkpoints.save_async(step, model, optimizer)
     dist.destroy_process_group()
+    return code
 
 
 SHARDING = ("fsdp", "hsdp", "hfsdp")
@@ -129,4 +139,4 @@ class Stop:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
