@@ -204,7 +204,10 @@ def fully_shard_model(
             data-parallel ranks and e-fold expert parallelism, pass a mesh of (n / e, e) ranks named
             ``(dp_shard_dim, "ep")``, or the same mesh without its last dimension. Each rank's model contains its own
             experts; everything else is the same on all ranks. Gradients of experts are the mean over all data-parallel
-            ranks, as in one process with all experts.
+            ranks, as in one process with all experts. Where tensor-parallel ranks divide everything else, a mesh of all
+            n data-parallel times tensor-parallel ranks says that they divide experts too, and that each rank sends its
+            own tokens to them (sequence parallelism); a mesh of the data-parallel ranks, or one with the tensor-parallel
+            dimension, that they hold the same experts.
         hybrid_fsdp_expt_group: Process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and
             ``dp_shard_dim``. Required with ``dp_outer_dim``.
         expt_fsdp_group_ag: Like ``fsdp_group_ag``, for experts.
@@ -311,7 +314,6 @@ def fully_shard_model(
             expt_fsdp_group_ag,
             is_expert,
             topology,
-            every,
         )
 
     if init_fn is not None and not init_model_with_meta_device:

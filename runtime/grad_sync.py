@@ -264,7 +264,7 @@ class GradSync:
         ]
         flags = torch.cat([flag for _, flag in found]).tolist()
         mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
-        group = self._conduct.members.group
+        group = self._conduct.members.agreeing
         everyone = everyones(mine, group, "NaN in gradients")
         ranks = dist.get_process_group_ranks(group)
         culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]

@@ -15,7 +15,7 @@ from .plan import communicators
 from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan
-from .plan.partition import Partition, local_part
+from .plan.partition import Partition, local_part, model_ranks
 from .ranks.agreement import agree, value_digest
 from .topology import Accumulation, Group, Topology
 
@@ -57,16 +57,28 @@ class Membership:
         Raises:
             RuntimeError: Ranks of other mesh dimensions hold different models.
         """
-        names, experts = plan.expert_names, plan.experts
-        partitions = dict(plan.partitions)
-        if experts is not None:
-            experts = experts.known_to_all(sorted(names), group)
-            undivided = [name for name in names if partitions[name] is None]
-            partitions |= {name: experts.partition(plan.module.get_parameter(name)) for name in undivided}
-        found = cls(topology, group, experts, partitions, names)
+        found = cls(topology, group, plan.experts, dict(plan.partitions), plan.expert_names)
+        if not found.folds_experts:
+            found._complete_experts(plan.module, group)
         found._agree_on_replicas(plan.module, check_values)
         found._make_everyone()
+        if found.folds_experts:
+            found._complete_experts(plan.module, found.everyone)
         return found
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether tensor-parallel ranks of the other parameters divide experts, or share them as data-parallel ranks do."""
+        return self.experts is not None and self.experts.over_tensor_parallel
+
+    @property
+    def agreeing(self) -> dist.ProcessGroup:
+        """Process group of the ranks that must do the same things in the same order.
+
+        Tensor-parallel ranks with the same experts as ours may hold other parts of everything else. What they would
+        reduce or gather in another order could be matched with ours, so they count.
+        """
+        return self.everyone if self.folds_experts else self.group
 
     @property
     def topologies(self) -> list[Topology]:
@@ -117,6 +129,29 @@ class Membership:
         for partition in self.divided:
             partition.forget_groups()
 
+    def _complete_experts(self, module: nn.Module, dividing: dist.ProcessGroup) -> None:
+        """Find out what experts that are ordinary tensors are parts of. A collective over ``dividing``."""
+        if self.experts is None:
+            return
+        bare = [name for name in self.expert_names if self.partitions[name] is None]
+        self.experts = experts = self.experts.known_to_all(sorted(self.expert_names), dividing, bool(bare))
+        self.partitions = {
+            **self.partitions,
+            **{name: experts.partition(module.get_parameter(name)) for name in bare},
+        }
+
+    def agree_on_experts(self, lines: Sequence[str]) -> None:
+        """Raise on every rank unless ranks with the same experts pass the same lines, and so do all others.
+
+        Only for experts that tensor-parallel ranks divide: data-parallel ranks have compared them already.
+        """
+        if not self.folds_experts:
+            return
+        assert self.experts is not None
+        holders = compat.process_group(self.experts.topology.every.name)
+        agree(holders, "fully_shard_model, experts", lambda: lines, heeds_refusals=True)
+        agree(self.everyone, "fully_shard_model, experts of other ranks", list, heeds_refusals=True)
+
     @property
     def _partition_meshes(self) -> list[DeviceMesh]:
         # By identity: meshes of the same ranks are equal, but may be different dimensions.
@@ -130,12 +165,9 @@ class Membership:
     def _make_everyone(self) -> None:
         self.everyone = self.group
         if self._tensor_parallel:
-            self.everyone = compat.new_group_like(self.group.group_name, self._ranks())
-
-    @compat.on_values
-    def _ranks(self) -> Sequence[int]:
-        meshes = dict.fromkeys(partition.beside(self.topology.mesh) for partition in self._tensor_parallel)
-        return sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()})
+            self.everyone = compat.new_group_like(
+                self.group.group_name, model_ranks(self.topology.mesh, self._tensor_parallel)
+            )
 
     def _agree_on_replicas(self, module: nn.Module, check_values: bool) -> None:
         """Raise unless parameters that are replicated over other mesh dimensions than ours are equal there.
@@ -154,7 +186,8 @@ class Membership:
                         alike = partition.placements[dim].is_replicate()
                     else:
                         over = partition.mesh if partition is not None else None
-                        alike = name in self.expert_names and id(mesh) in tensor_parallel and id(over) in undivided
+                        is_whole = name in self.expert_names and id(over) in undivided and not self.folds_experts
+                        alike = is_whole and id(mesh) in tensor_parallel
                     if alike:
                         shape = tuple(local_part(params[name]).shape)
                         lines.append(f"parameter {name}: {shape}, {params[name].dtype}")

@@ -31,7 +31,7 @@ def recover(model: ShardedModel) -> None:
         conduct.agree("The step before failed", [stopped])
         model.eager.settle()
         groups = [*(group for topology in members.topologies for group in topology.groups), *members.partition_groups]
-        for group in groups if has_others(members.group) else ():
+        for group in groups if has_others(members.agreeing) else ():
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
     except RuntimeError as error:
         raise RuntimeError(

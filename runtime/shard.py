@@ -117,6 +117,9 @@ def shard_model(
     communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
+    if members.folds_experts:
+        shared = plan.describe_shared_experts(options.check_values)
+        members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
     communicators.check_zero_cta(topology, every, options.communication)
     members.make_communicators(options.communication, options.overlap)
     conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
@@ -199,25 +202,34 @@ def _agree_on_plan(
         plan = ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy)
         plan = plan.with_resharding(options.reshard_after_forward)
         found.append(plan.with_offload(options.offload, [communicating[0], communicating[-1]]))
-        # Includes versions, because passes and Inductor's choices of kernels differ between them.
         return [
-            f"torch {torch.__version__}",
-            str(topology),
-            *(communicators.describe(each, options.communication, options.overlap) for each in communicating),
-            *([str(own)] if own is not None else []),
-            f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
+            *_settings(topology, own, options),
             *found[0].describe(options.check_values),
-            *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
             *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]
 
     def describe_experts() -> tuple[Sequence[int], list[str]]:
         if (own := found[0].experts) is None:
             return (), []
-        return own.ranks, found[0].describe_experts(options.check_values)
+        here = set(dist.get_process_group_ranks(every))
+        return [rank for rank in own.ranks if rank in here], found[0].describe_experts(options.check_values)
 
     agree(every, "fully_shard_model", describe, within=describe_experts, heeds_refusals=True)
     return found.pop()
+
+
+def _settings(topology: Topology, experts: ExpertPlacement | None, options: ShardingOptions) -> list[str]:
+    """Describe what was asked for, and versions, because passes and Inductor's choices of kernels differ between them."""
+    communicating = [topology] if experts is None else [topology, experts.topology]
+    tensor_parallel = options.tensor_parallel
+    return [
+        f"torch {torch.__version__}",
+        str(topology),
+        *(communicators.describe(each, options.communication, options.overlap) for each in communicating),
+        *([str(experts)] if experts is not None else []),
+        f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
+        *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
+    ]
 
 
 @dataclass

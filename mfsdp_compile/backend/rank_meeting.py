@@ -28,13 +28,13 @@ class RankMeeting:
 
     def __init__(self, owner: ShardedModel, batch: str, options: str) -> None:
         self._owner = weakref.ref(owner)
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size(owner.group)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size(owner.members.agreeing)
         self.batch, self.options = batch, options
 
     @staticmethod
     def of(owner: ShardedModel, batch: str, options: str) -> RankMeeting | None:
         """Create a meeting, or return None if there are no other ranks: a single rank, or simulated ones."""
-        return RankMeeting(owner, batch, options) if has_others(owner.group) else None
+        return RankMeeting(owner, batch, options) if has_others(owner.members.agreeing) else None
 
     @property
     def _model(self) -> ShardedModel:

@@ -28,7 +28,7 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
 
     Raises:
         ValueError: If ranks cannot be divided, or their order is not the sizes' alone to tell.
-        NotImplementedError: If experts are divided over tensor-parallel ranks.
+        NotImplementedError: If experts are divided inside, by expert tensor parallelism.
     """
     if pg_collection is None:
         return _standard_order(config, instances)
@@ -38,27 +38,34 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
         groups[_OUTER] = _group(pg_collection, "inter_dist_opt")
         arguments.update(dp_outer_dim=_OUTER, hybrid_fsdp_group=_group(pg_collection, "dp_cp"))
     groups[_INNER] = _group(pg_collection, "intra_dp_cp" if instances > 1 else "dp_cp")
-    experts = _experts(pg_collection, groups.get(_OUTER))
-    if (tensor := getattr(pg_collection, "tp", None)) is not None and tensor.size() > 1:
+    tensor = getattr(pg_collection, "tp", None)
+    has_tensor_parallel = tensor is not None and tensor.size() > 1
+    experts = _experts(pg_collection, groups.get(_OUTER), has_tensor_parallel)
+    if has_tensor_parallel:
         groups[_TENSOR] = tensor
         arguments["tp_dim"] = _TENSOR
     return {"device_mesh": _mesh(groups), **arguments, **experts}
 
 
 def _standard_order(config: Any, instances: int) -> dict[str, Any]:
-    """Divide all ranks in Megatron's order: tensor-parallel ranks are neighbors; then context, data and pipeline ranks."""
+    """Divide all ranks in Megatron's order: tensor-parallel ranks are neighbors; then context, data and pipeline ranks.
+
+    Expert-parallel ranks are neighbors too: tensor-parallel ranks, and then data-parallel ones, divide the experts.
+    """
     sizes = {
         name: getattr(config, f"{name}_parallel_size", None) or 1
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
     }
     tensor, stages, experts = sizes["tensor_model"], sizes["pipeline_model"], sizes["expert_model"]
     if not dist.is_initialized() or max(tensor, stages, experts, sizes["context"], instances) == 1:
         return {}  # all ranks share the model; without a process group, fully_shard_model says what to do
-    if experts > 1 and (tensor > 1 or sizes["expert_tensor"] > 1):
-        raise ValueError(
-            f"expert_model_parallel_size is {experts}, with tensor parallelism: which ranks share an expert does not follow from "
-            "the sizes. Pass pg_collection (ProcessGroupCollection.use_mpu_process_groups() makes one of Megatron's groups), or "
-            "fully_shard_model's device_mesh, dp_shard_dim, tp_dim and expt_device_mesh."
+    inside = getattr(config, "expert_tensor_parallel_size", None) or tensor
+    if experts > 1 and inside > 1:
+        raise NotImplementedError(
+            f"expert_model_parallel_size is {experts}, and {inside} ranks divide each expert: expert_tensor_parallel_size is "
+            f"{getattr(config, 'expert_tensor_parallel_size', None)}, where None is tensor_model_parallel_size. Megatron's "
+            "tensor-parallel experts are not implemented. Set expert_tensor_parallel_size=1: tensor-parallel ranks then hold "
+            "different experts."
         )
     ranks, divisor = dist.get_world_size(), tensor * stages * sizes["context"]
     if ranks % divisor:
@@ -72,8 +79,11 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
             f"num_distributed_optimizer_instances={instances} must divide the number of data-parallel ranks, {data}."
         )
     inner = data // instances
-    if inner % experts:
-        raise ValueError(f"expert_model_parallel_size={experts} must divide the ranks that share parameters, {inner}.")
+    if inner * tensor % experts:
+        raise ValueError(
+            f"expert_model_parallel_size={experts} must divide the {inner * tensor} data-parallel and tensor-parallel ranks that "
+            "share or divide parameters."
+        )
     outside = {_STAGES: stages, _OUTER: instances}
     mesh = _new_mesh({**outside, _INNER: inner, _TENSOR: tensor})
     arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": _INNER}
@@ -82,7 +92,7 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
     if instances > 1:
         arguments.update(dp_outer_dim=_OUTER, hybrid_fsdp_group=mesh[_OUTER, _INNER]._flatten().get_group())
     if experts > 1:
-        arguments["expt_device_mesh"] = _new_mesh({**outside, _INNER: inner // experts, _EXPERTS: experts})
+        arguments["expt_device_mesh"] = _new_mesh({**outside, _INNER: inner * tensor // experts, _EXPERTS: experts})
         if instances > 1:
             both = arguments["expt_device_mesh"][_OUTER, _INNER]._flatten("experts_of_all_instances")
             arguments["hybrid_fsdp_expt_group"] = both.get_group()
@@ -97,7 +107,7 @@ def _new_mesh(sizes: dict[str, int]) -> DeviceMesh:
     return mesh if len(mine) == len(dims) else mesh[mine]
 
 
-def _experts(pg_collection: Any, outer: dist.ProcessGroup | None) -> dict[str, Any]:
+def _experts(pg_collection: Any, outer: dist.ProcessGroup | None, has_tensor_parallel: bool) -> dict[str, Any]:
     parallel = getattr(pg_collection, "ep", None)
     if parallel is None or parallel.size() == 1:
         return {}
@@ -107,10 +117,13 @@ def _experts(pg_collection: Any, outer: dist.ProcessGroup | None) -> dict[str, A
             f"pg_collection.expt_tp has {tensor.size()} ranks: tensor-parallel experts are not implemented. Set "
             "expert_tensor_parallel_size=1."
         )
+    groups = {_INNER: _group(pg_collection, "expt_dp" if outer is None else "intra_expt_dp")}
+    if has_tensor_parallel:  # the mesh says that these ranks divide experts too
+        groups[_EXPERTS] = parallel
     if outer is None:
-        return {"expt_device_mesh": _mesh({_INNER: _group(pg_collection, "expt_dp")})}
+        return {"expt_device_mesh": _mesh(groups)}
     return {
-        "expt_device_mesh": _mesh({_OUTER: outer, _INNER: _group(pg_collection, "intra_expt_dp")}),
+        "expt_device_mesh": _mesh({_OUTER: outer, **groups}),
         "hybrid_fsdp_expt_group": _group(pg_collection, "expt_dp"),
     }
 

@@ -279,12 +279,15 @@ class TransformerConfig(Section):
     expert_model_parallel_size: int = field(
         default=1,
         metadata=_said(
-            "data-parallel ranks that divide experts: neighbors, unless pg_collection or expt_device_mesh says; with "
-            "tensor_model_parallel_size above 1, one of these must say"
+            "ranks that divide experts, data-parallel and tensor-parallel ones: neighbors, unless pg_collection or "
+            "expt_device_mesh says; with tensor_model_parallel_size above 1, expert_tensor_parallel_size must be 1"
         ),
     )
     expert_tensor_parallel_size: int | None = field(
-        default=None, metadata=_said("refused above 1 beside expert_model_parallel_size above 1")
+        default=None,
+        metadata=_said(
+            "refused above 1 beside expert_model_parallel_size above 1; None stands for tensor_model_parallel_size"
+        ),
     )
 
 

@@ -61,7 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep", default="1", help="numbers of ranks that divide experts, with commas (default: %(default)s)"
     )
     parser.add_argument(
-        "--tp", default="1", help="numbers of ranks that divide the whole model, with commas (default: %(default)s)"
+        "--tp",
+        default="1",
+        help="numbers of ranks that divide the whole model except for experts, with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--etp",
+        default="1",
+        help="numbers of ranks that divide each expert (expert tensor parallelism), with commas (default: %(default)s)",
     )
     parser.add_argument(
         "--cp", default="1", help="numbers of ranks that divide sequences, with commas (default: %(default)s)"
@@ -183,7 +190,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         degrees = [
             Degrees(*sizes)
             for sizes in itertools.product(
-                *(_numbers(getattr(given, kind), f"--{kind}") for kind in ("ep", "tp", "cp", "pp"))
+                *(_numbers(getattr(given, kind), f"--{kind}") for kind in ("ep", "tp", "cp", "pp", "etp"))
             )
         ]
         work = workload(

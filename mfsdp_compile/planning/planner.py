@@ -68,9 +68,10 @@ class Candidate:
         strategy: Strategy over the inner ranks.
         inner, outer: Numbers of ranks. ``outer`` > 1 is HSDP.
         outer_shards: Whether outer ranks shard the optimizer state further (HFSDP).
-        degrees: Other parallelism. Expert-parallel and context-parallel ranks are neighbors among the inner ranks;
-            experts are sharded over the inner ranks that hold the same ones. Tensor-parallel ranks are neighbors, and
-            the stages of a pipeline are far apart; both multiply the number of ranks.
+        degrees: Other parallelism. Context-parallel ranks are neighbors among the inner ranks. Tensor-parallel ranks
+            are neighbors, and the stages of a pipeline are far apart; both multiply the number of ranks. Of a stage's
+            ranks with the same outer number, ``inner * tensor``, neighbors hold different parts of the experts, which
+            are sharded over those that hold the same ones.
         keep_gathered: Whether a pipeline gathers parameters once per step, and keeps them gathered.
 
     Raises:
@@ -85,9 +86,13 @@ class Candidate:
     keep_gathered: bool = False
 
     def __post_init__(self) -> None:
-        for kind, size in (("expert", self.degrees.expert), ("context", self.degrees.context)):
-            if self.inner % size:
-                raise ValueError(f"{size} {kind}-parallel ranks do not divide {self.inner} inner ranks")
+        if self.inner % self.degrees.context:
+            raise ValueError(f"{self.degrees.context} context-parallel ranks do not divide {self.inner} inner ranks")
+        if self.inner * self.degrees.tensor % self.degrees.experts_apart:
+            raise ValueError(
+                f"{self.degrees.experts_apart} ranks with different experts do not divide {self.inner * self.degrees.tensor} "
+                "inner and tensor-parallel ranks"
+            )
         if self.keep_gathered and (self.degrees.pipeline == 1 or self.outer_shards or self.strategy != 3):
             raise ValueError("keep_gathered is only for pipelines with sharded parameters, without HFSDP")
 
@@ -101,24 +106,25 @@ class Candidate:
         Args:
             portions: Number of ranks that backwards gather over, if this way to shard supports it.
         """
-        return self._topology(1, portions)
+        return self._topology(self.inner, self.degrees.tensor, portions)
 
     def experts(self, portions: int = 0) -> ExpertPlacement | None:
-        """Return the ranks that share experts, or None if all ranks do."""
-        if self.degrees.expert == 1:
+        """Return the ranks that share experts; None if they are those that share everything else."""
+        apart = self.degrees.experts_apart
+        if apart == self.degrees.tensor == 1:
             return None
         mesh: Any = None
-        return ExpertPlacement(mesh, self._topology(self.degrees.expert, portions), is_expert, True, None)
+        topology = self._topology(self.inner * self.degrees.tensor // apart, apart, portions)
+        return ExpertPlacement(mesh, replace(topology, skips_itself=True), is_expert, True)
 
-    def _topology(self, apart: int, portions: int) -> Topology:
-        """Return the topology of every ``apart``-th rank."""
-        size, step = self.inner // apart, apart * self.degrees.tensor
+    def _topology(self, size: int, step: int, portions: int) -> Topology:
+        """Return the topology of every ``step``-th rank, of which ``size`` are inner ones."""
         inner = Group("inner", size, 0, step)
         outer = Group("outer", self.outer, 0, self.inner * self.degrees.tensor) if self.outer > 1 else None
-        every = Group("every", self.inner * self.outer // apart, 0, step) if outer is not None else inner
+        every = Group("every", size * self.outer, 0, step) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
-        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every, skips_itself=apart > 1)
+        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
         if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
             topology.portions[portions] = Group("portions", portions, 0, step)
         if self.degrees.pipeline > 1:
@@ -403,7 +409,7 @@ def candidates(world: int, hardware: Hardware, degrees: Degrees = UNDIVIDED) -> 
 def _possible(
     strategy: ShardingStrategy, inner: int, outer: int, outer_shards: bool, degrees: Degrees
 ) -> Iterator[Candidate]:
-    if inner % degrees.expert or inner % degrees.context:
+    if inner * degrees.tensor % degrees.experts_apart or inner % degrees.context:
         return
     if degrees.pipeline > 1 and strategy is ShardingStrategy.OPTIM_GRADS:
         return  # gradients stay unsharded until a step's last microbatch, as in ZeRO-1
@@ -579,7 +585,9 @@ def _too_small(job: Job) -> str:
 
 def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:
     """Return the smallest number of ranks that fits, by memory alone, with parameters sharded over all ranks."""
-    inner = math.lcm(degrees.expert, degrees.context)
+    # Experts need inner * tensor ranks.
+    of_experts = degrees.experts_apart // math.gcd(degrees.experts_apart, degrees.tensor)
+    inner = math.lcm(of_experts, degrees.context)
     while inner * degrees.tensor * degrees.pipeline <= MAX_WORLD:
         candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, degrees=degrees)
         if _fits(job, stages, candidate):
@@ -695,7 +703,9 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     topology = candidate.topology(portions)
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes, by_parameter=job.by_parameter)
     precision = PrecisionPlan(Policies(replace(job.precision, param_dtype=job.work.param_dtype)))
-    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
+    has_experts = job.work.divided is not None and "expert" in job.work.divided.by
+    experts = candidate.experts(portions) if has_experts else None
+    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), experts)
     numbers: dict[str, list[int]] = {}  # numbers of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
         numbers.setdefault(bucket.unit, []).append(number)

@@ -152,7 +152,9 @@ def _trace(
         context = ContextParallel(mesh["cp"]) if degrees.context > 1 else None
         if context is not None:
             context.positions(work.length)  # creates masks, which fails where tensors have no values
-        part = ModelPart(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
+        group = experts["ep"].get_group() if experts is not None and degrees.expert > 1 else None
+        within = experts["etp"].get_group() if experts is not None and degrees.expert_tensor > 1 else None
+        part = ModelPart(degrees, group, context, stage, within)
         stack.enter_context(compat.fake_mode())
         stack.enter_context(compat.quiet())
         stack.enter_context(compat.without_collection())
@@ -164,20 +166,21 @@ def _trace(
         policy = MixedPrecisionPolicy(param_dtype=work.param_dtype)
         precision = PrecisionPlan.of(model, classes, Policies(policy))
         runs_of_neighbors = [
-            {unit.name: precision.gathered_bytes(unit) // degrees.tensor for unit in run}
-            for run in neighbors(model, whole)
+            {unit.name: _gathered_bytes(unit, precision, degrees) for unit in run} for run in neighbors(model, whole)
         ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
-        counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
+        counts = (p.numel() * (degrees.experts_apart if is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
         runs, names = _shorten(model, classes, around, stack) if around is not None else ([], {})
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         if degrees.tensor > 1 and divided is not None and divided.parallelize is not None:
             model = divided.parallelize(model, mesh["tp"])
+        if within is not None and divided is not None and divided.divide_experts is not None:
+            model = divided.divide_experts(model, experts["ep", "etp"])  # type: ignore[index]
         units = {unit.name: unit for unit in find_units(model, classes)}
         meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"}
-        if part.experts is not None:
+        if experts is not None and divided is not None and "expert" in divided.by:
             meshes["expt_device_mesh"] = experts
         if divided is not None and divided.inputs is not None:
             inputs = divided.inputs(part, work.batch, work.length)
@@ -218,6 +221,13 @@ def _trace(
     )
 
 
+def _gathered_bytes(unit: Unit, precision: PrecisionPlan, degrees: Degrees) -> int:
+    """Return the bytes of a gathered unit, after tensor parallelism has divided what is not an expert."""
+    dense = replace(unit, params=tuple((p, sites) for p, sites in unit.params if not is_expert(sites[0].name, p)))
+    every, divided = precision.gathered_bytes(unit), precision.gathered_bytes(dense)
+    return every - divided + divided // degrees.tensor
+
+
 def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
     """Return the units of a model that does not name any."""
     return repeated_blocks(model) or [type(child) for child in model.children()]
@@ -234,7 +244,7 @@ def _divided(work: Workload, degrees: Degrees) -> Divided | None:
     for kind, size in degrees._asdict().items():
         if size > 1 and (work.divided is None or kind not in work.divided.by):
             raise ValueError(
-                f"{work.name} cannot be planned with {size} {kind}-parallel ranks: the workload does not say how it "
+                f"{work.name} cannot be planned with {size} {kind.replace('_', ' ')}-parallel ranks: the workload does not say how it "
                 "is divided over them (Workload.divided)"
             )
     assert work.divided is not None
@@ -247,13 +257,14 @@ def _divided(work: Workload, degrees: Degrees) -> Divided | None:
 
 
 @contextlib.contextmanager
-def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """Yield the mesh of all ranks and the mesh of experts.
+def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
+    """Yield the mesh of all ranks, and the mesh of experts if these are not on all data-parallel ranks alike.
 
-    The dimension ``fsdp`` of the first covers all ranks that parameters are sharded over.
+    The dimension ``fsdp`` of the first covers all ranks that parameters are sharded over, that of the second those that
+    share experts. Neighbors hold different parts of the experts, also where tensor parallelism divides everything else.
     """
-    expert, tensor, context, _ = degrees
-    ranks = _RANKS * expert * context
+    apart, tensor, context = degrees.experts_apart, degrees.tensor, degrees.context
+    ranks = _RANKS * apart * context
     with compat.fake_process_group(ranks * tensor):
         try:
             names = ("fsdp", "tp") if context == 1 else ("dp", "cp", "tp")
@@ -261,10 +272,11 @@ def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
             dense = init_device_mesh("cpu", (*shape, tensor), mesh_dim_names=names)
             if context > 1:
                 dense["dp", "cp"]._flatten("fsdp")
-            if tensor > 1 or expert == 1:
-                yield dense, dense
+            if apart == tensor == 1:
+                yield dense, None
             else:
-                yield dense, init_device_mesh("cpu", (ranks // expert, expert), mesh_dim_names=("fsdp", "ep"))
+                sizes = (ranks * tensor // apart, degrees.expert, degrees.expert_tensor)
+                yield dense, init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "ep", "etp"))
         finally:
             torch.compiler.reset()
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp_compile.models import moe
 from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
@@ -32,15 +33,22 @@ class Degrees(NamedTuple):
 
     Args:
         expert: Ranks that divide experts.
-        tensor: Ranks that divide all layers (tensor parallelism).
+        tensor: Ranks that divide all layers (tensor parallelism), except for experts.
         context: Ranks that divide sequences.
         pipeline: Ranks that divide layers among them: the stages of a pipeline.
+        expert_tensor: Ranks that divide each expert (expert tensor parallelism).
     """
 
     expert: int = 1
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def experts_apart(self) -> int:
+        """Number of neighboring ranks that hold different parts of the experts."""
+        return self.expert * self.expert_tensor
 
     @property
     def together(self) -> int:
@@ -48,7 +56,13 @@ class Degrees(NamedTuple):
         return self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
-        names = {"EP": self.expert, "TP": self.tensor, "CP": self.context, "PP": self.pipeline}
+        names = {
+            "EP": self.expert,
+            "ETP": self.expert_tensor,
+            "TP": self.tensor,
+            "CP": self.context,
+            "PP": self.pipeline,
+        }
         return ", ".join(f"{name} {size}" for name, size in names.items() if size > 1)
 
 
@@ -63,6 +77,7 @@ class ModelPart:
         degrees: Degrees of division.
         experts: Process group of expert parallelism, if any.
         context: Division of sequences, if any.
+        within_experts: Process group of expert tensor parallelism, if any.
         stage: Stage of the pipeline.
     """
 
@@ -70,6 +85,7 @@ class ModelPart:
     experts: dist.ProcessGroup | None = None
     context: ContextParallel | None = None
     stage: int = 0
+    within_experts: dist.ProcessGroup | None = None
 
     @property
     def is_last(self) -> bool:
@@ -85,6 +101,8 @@ class Divided:
         build: Builds this rank's part of the model, except for tensor parallelism. Called where tensors have no values.
         inputs: Returns the arguments of the part's forward, for a batch size and the length of whole sequences.
         parallelize: Divides the part over tensor-parallel ranks, in place.
+        divide_experts: Makes DTensors over a mesh ``("ep", "etp")`` of the part's experts, in place. Needed for expert
+            tensor parallelism.
         alike: For a number of stages, returns the number of the first stage that is like it, for each stage.
     """
 
@@ -93,6 +111,7 @@ class Divided:
     inputs: Callable[[ModelPart, int, int], Inputs] | None = None
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
     alike: Callable[[int], Sequence[int]] | None = None
+    divide_experts: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -213,8 +232,7 @@ def workload(
         shape = SHAPES[name]
         found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
         if shape.model is MoeLlama:
-            by_experts = Divided(frozenset({"expert"}), lambda part: MoeLlama(shape.config, part.experts))
-            found = replace(found, divided=by_experts)
+            found = replace(found, divided=divided_moe(shape.config))
         if shape.model is Llama:
             found = replace(found, divided=divided_llama(shape.config, dtype))
         found = replace(found, length=length or shape.length, **given)
@@ -264,6 +282,31 @@ def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
         return [kinds.index(kind) for kind in kinds]
 
     return Divided(frozenset({"tensor", "context", "pipeline"}), build, inputs, parallel, alike)
+
+
+def divided_moe(config: MoeConfig) -> Divided:
+    """Return how to divide a mixture-of-experts Llama by expert, expert tensor and tensor parallelism."""
+
+    def build(part: ModelPart) -> nn.Module:
+        return MoeLlama(config, part.experts, part.within_experts)
+
+    def inputs(part: ModelPart, batch: int, length: int) -> Inputs:
+        if length % part.degrees.tensor:
+            raise ValueError(
+                f"sequences of {length} tokens cannot be divided over {part.degrees.tensor} tensor-parallel ranks, each of "
+                "which sends the tokens of as many positions to experts"
+            )
+        return _tokens(config.vocabulary)(batch, length)
+
+    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, MoeLlama)
+        return moe.parallelize(model, mesh)
+
+    def experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, MoeLlama)
+        return moe.divide_experts(model, mesh)
+
+    return Divided(frozenset({"expert", "expert_tensor", "tensor"}), build, inputs, parallel, divide_experts=experts)
 
 
 def _tokens(vocabulary: int) -> Callable[[int, int], Inputs]:

@@ -14,6 +14,17 @@ sum over the tokens of all data-parallel ranks. Divided by the number of *all* d
 every other gradient. (Megatron-FSDP uses the same factor, except for ``average_in_collective``: there it averages over
 the expert's ranks only, which is too large by a factor of the expert-parallel size.)
 
+Where tensor-parallel ranks divide everything else, they hold the same experts, or they divide the experts as data-parallel
+ranks do. Activations are then divided by positions, and each rank sends its own tokens ::
+
+    2 data-parallel x 2 tensor-parallel ranks, 4 ways of expert parallelism
+
+    rank        0    1    2    3
+    dense       0    1    0    1      number of the tensor-parallel part, sharded over ranks 0 and 2, and 1 and 3
+    experts     A    B    C    D
+
+An expert's gradient is again the sum over the tokens of all data-parallel ranks, whose number divides it.
+
 At rest, parameters with the same name on all these ranks are one parameter: ``experts.up [e, ...]``, which stacks a
 rank's e experts, is a part of ``[all experts, ...]``, and a DTensor of that shape. Norms therefore cover all experts,
 and checkpoints fit any number of expert-parallel ranks. If ranks use different names (``experts.4.up`` on one,
@@ -66,6 +77,8 @@ class ExpertPlacement:
         topology: Ranks that hold the same experts as this one.
         is_expert: Function that identifies experts.
         is_default: Whether that is :func:`is_expert`.
+        dividing: Global ranks that divide the experts, sorted; see :meth:`among`.
+        over_tensor_parallel: Whether tensor-parallel ranks divide the experts too.
         holders: Global ranks, ``[e, *topology.mesh.shape]``, of all e meshes that experts are divided over. None: the
             given mesh contains only this rank's.
         parallel: Ranks that hold the other experts, one from each mesh. None: there are none, or they are not known
@@ -77,7 +90,9 @@ class ExpertPlacement:
     topology: Topology
     is_expert: IsExpert
     is_default: bool
-    holders: Tensor | None
+    dividing: tuple[int, ...] = ()
+    over_tensor_parallel: bool = False
+    holders: Tensor | None = None
     parallel: DeviceMesh | None = None
     named_alike: bool = True
 
@@ -88,15 +103,43 @@ class ExpertPlacement:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     @compat.on_values
-    def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> ExpertPlacement:
+    def among(
+        self, data_parallel: Sequence[int], model: Sequence[int], tensor_parallel: Iterable[str]
+    ) -> ExpertPlacement:
+        """Return a copy that knows which ranks divide the experts. Does not communicate.
+
+        These are all ranks of the model if the given mesh has them, not counting dimensions that are those of tensor
+        parallelism by name. Otherwise, they are the data-parallel ranks.
+
+        Args:
+            data_parallel: Global ranks that everything else is sharded over.
+            model: These, and ranks that divide other parameters by tensor parallelism.
+            tensor_parallel: Names of the mesh dimensions of tensor parallelism.
+
+        Raises:
+            ValueError: The ranks that hold experts divide neither.
+        """
+        own, parts = set(self.ranks), list(_slices(self.given, self.topology.mesh, frozenset(tensor_parallel)))
+        for ranks in dict.fromkeys((tuple(sorted(model)), tuple(sorted(data_parallel)))):
+            over_tensor_parallel = len(ranks) > len(data_parallel)
+            told = [part for part in parts if set(ranks).issuperset(part.flatten().tolist())]
+            tells_all = sum(part.numel() for part in told) >= len(ranks)
+            if tells_all or (own.issubset(ranks) and not (over_tensor_parallel and own.issubset(data_parallel))):
+                holders = check_holders(told, ranks) if tells_all else None
+                return replace(self, dividing=ranks, over_tensor_parallel=over_tensor_parallel, holders=holders)
+        raise _not_divided([sorted(own)], data_parallel)
+
+    @compat.on_values
+    def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup, are_bare: bool) -> ExpertPlacement:
         """Return a copy completed with what other ranks know. A collective.
 
         Args:
             names: Names of experts.
-            every: Process group of the data-parallel ranks.
+            every: Process group of the ranks that divide them.
+            are_bare: Whether some experts are ordinary tensors, which do not say what they are a part of.
 
         Raises:
-            ValueError: On all of them: the ranks that hold experts do not divide the data-parallel ranks.
+            ValueError: On all of them: the ranks that hold experts do not divide these ranks.
         """
         holders = self.holders
         if holders is None:
@@ -104,7 +147,7 @@ class ExpertPlacement:
             holders = check_holders(
                 map(torch.tensor, everyones(own, every, "ranks of experts")), dist.get_process_group_ranks(every)
             )
-        if len(holders) == 1:
+        if len(holders) == 1 or not are_bare:
             return replace(self, holders=holders)
         alike = (
             not compat.is_real_group(every.group_name)
@@ -173,21 +216,19 @@ def build_experts(
     gathers: dist.ProcessGroup | None,
     recognize: IsExpert | None,
     dense: Topology,
-    every: dist.ProcessGroup,
 ) -> ExpertPlacement:
     """Interpret the arguments of ``fully_shard_model`` about experts. Does not communicate.
 
     Args:
         recognize: Function that identifies experts; None: :func:`is_expert`.
         dense: Topology that everything else is sharded over.
-        every: Process group of that topology's ranks.
 
     Raises:
         ValueError, TypeError: Dimensions, groups or ranks do not fit together.
     """
     if recognize is not None and not callable(recognize):
         raise TypeError(f"is_expert takes a function (name, parameter) -> bool, got {recognize!r}")
-    topology, sharers = build_topology(
+    topology, _ = build_topology(
         mesh, shard_dim, outer_dim, hybrid_group, strategy, outer_strategy, gathers, EXPERT_ARGUMENTS
     )
     if mesh.device_type != dense.mesh.device_type:
@@ -195,45 +236,47 @@ def build_experts(
             f"expt_device_mesh is of type {mesh.device_type!r}, but device_mesh is of type "
             f"{dense.mesh.device_type!r}. Both must be the same type of device."
         )
-    data_parallel = dist.get_process_group_ranks(every)
-    if not set(data_parallel).issuperset(own := dist.get_process_group_ranks(sharers)):
-        raise _not_divided([sorted(own)], data_parallel)
-    told = [ranks for ranks in _slices(mesh, topology.mesh) if set(data_parallel).issuperset(ranks.flatten().tolist())]
-    tells_all = sum(ranks.numel() for ranks in told) >= len(data_parallel)
-    holders = check_holders(told, data_parallel) if tells_all else None
-    return ExpertPlacement(mesh, topology, recognize or is_expert, recognize is None, holders)
+    return ExpertPlacement(mesh, topology, recognize or is_expert, recognize is None)
 
 
-def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tensor:
+def check_holders(found: Iterable[Tensor], dividing: Sequence[int]) -> Tensor:
     """Return the distinct meshes that experts are divided over, in order of their first rank: ``[e, *shape]``.
 
     Args:
         found: One mesh per rank, or one per set of holders.
-        data_parallel: Ranks that the meshes divide.
+        dividing: Ranks that the meshes divide.
 
     Raises:
         ValueError: The meshes do not divide these ranks into equal parts.
     """
     distinct = {tuple(ranks.flatten().tolist()): ranks for ranks in found}
     rows = sorted(distinct)
-    if sorted(rank for row in rows for rank in row) != sorted(data_parallel) or len({*map(len, rows)}) > 1:
-        raise _not_divided(rows, data_parallel)
+    if sorted(rank for row in rows for rank in row) != sorted(dividing) or len({*map(len, rows)}) > 1:
+        raise _not_divided(rows, dividing)
     return torch.stack([distinct[row] for row in rows])
 
 
-def _slices(mesh: DeviceMesh, part: DeviceMesh) -> Iterable[Tensor]:
-    """Return the ranks of every part of ``mesh`` along the dimensions of ``part``, which is this rank's part."""
+def _slices(mesh: DeviceMesh, part: DeviceMesh, fixed: frozenset[str]) -> Iterable[Tensor]:
+    """Return the ranks of parts of ``mesh`` along the dimensions of ``part``, which is this rank's part.
+
+    Args:
+        fixed: Names of other dimensions, along which only parts in this rank's place count.
+    """
     names, wanted = list(mesh.mesh_dim_names or ()), part.mesh_dim_names or ()
     along = [names.index(name) for name in wanted] or list(range(mesh.ndim))
     across = [dim for dim in range(mesh.ndim) if dim not in along]
-    return mesh.mesh.permute(*across, *along).reshape(-1, *part.mesh.shape)
+    ranks, place = mesh.mesh, mesh.get_coordinate()
+    for dim in across:
+        if names[dim:] and names[dim] in fixed and place is not None:
+            ranks = ranks.narrow(dim, place[dim], 1)
+    return ranks.permute(*across, *along).reshape(-1, *part.mesh.shape)
 
 
-def _not_divided(holders: Sequence[Sequence[int]], data_parallel: Sequence[int]) -> ValueError:
+def _not_divided(holders: Sequence[Sequence[int]], dividing: Sequence[int]) -> ValueError:
     shown = ", ".join(str(list(ranks)) for ranks in holders[:4]) + (", ..." if len(holders) > 4 else "")
     return ValueError(
         f"expt_device_mesh shards experts over the ranks {shown}, but everything else is sharded over "
-        f"{sorted(data_parallel)[:16]}{', ...' if len(data_parallel) > 16 else ''}: the former must divide the latter into "
+        f"{sorted(dividing)[:16]}{', ...' if len(dividing) > 16 else ''}: the former must divide the latter into "
         "equal parts. Of n data-parallel ranks and e-fold expert parallelism a mesh of (n / e, e) ranks, with dp_shard_dim as "
-        "the name of the first dimension, does."
+        "the name of the first dimension, does. Where tensor-parallel ranks divide experts too, n counts them."
     )

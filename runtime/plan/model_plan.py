@@ -22,7 +22,7 @@ from ..topology import Topology
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .offload import check_offload
-from .partition import Partition, Partitioner, Peers, local_part
+from .partition import Partition, Partitioner, Peers, local_part, model_ranks
 from .precision_plan import PrecisionPlan
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitModules, find_units, join, repeated_blocks, resolve_units
@@ -75,7 +75,11 @@ class ModelPlan:
                 plan.partitions[name] = partitioner.of(name, param, [site.module for site in sites])
         plan._check_quantized(planner)
         plan._check_extensions(planner)
-        return plan
+        if plan.experts is None:
+            return plan
+        mesh, others = planner.topology.mesh, plan.tensor_parallel
+        names = {name for partition in others for name in partition.mesh.mesh_dim_names or ()}
+        return replace(plan, experts=plan.experts.among(model_ranks(mesh, ()), model_ranks(mesh, others), names))
 
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
         """Return the plan with communication buffers for its buckets."""
@@ -120,6 +124,12 @@ class ModelPlan:
         return (bucket for _, buckets in self.units for bucket in buckets)
 
     @property
+    def tensor_parallel(self) -> list[Partition]:
+        """Partitions of parameters that are not experts."""
+        experts = self.expert_names
+        return [p for name, p in self.partitions.items() if p is not None and name not in experts]
+
+    @property
     def expert_names(self) -> frozenset[str]:
         """Names of the experts' parameters."""
         return frozenset(slot.name for bucket in self.buckets if bucket.is_expert for slot in bucket.layout.slots)
@@ -137,15 +147,7 @@ class ModelPlan:
             )
         for name, buffer in shared_buffers(self.module, experts).items():
             lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
-        for bucket in self.buckets:
-            digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
-            dtypes = f"gathered in {bucket.compute_dtype}, main dtype {bucket.main_dtype}"
-            reduced = f", reduced in {bucket.comm_dtype}, summed in {bucket.grad_dtype}" if bucket.requires_grad else ""
-            reshard = bucket.reshard_after_forward
-            more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
-            more += f", in {bucket.offload}" if bucket.offload is not None else ""
-            lines.append(f"bucket {bucket.name}: {digest}, {dtypes}{reduced}{more}")
-        lines += self.precision.describe()
+        lines += [*map(_bucket, self.buckets), *self.precision.describe()]
         return lines + (_values(params, self.partitions.keys() - experts) if check_values else [])
 
     def describe_experts(self, check_values: bool) -> list[str]:
@@ -154,6 +156,11 @@ class ModelPlan:
         params = {name: param for name, param in self.module.named_parameters() if name in experts}
         lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params.items()]
         return lines + (_values(params, experts) if check_values else [])
+
+    def describe_shared_experts(self, check_values: bool) -> list[str]:
+        """Describe what ranks with the same experts have in common if they have parts of other parameters."""
+        buckets = [bucket for bucket in self.buckets if bucket.is_expert]
+        return [*map(_bucket, buckets), *self.precision.describe(), *self.describe_experts(check_values)]
 
     def _check_quantized(self, planner: BucketPlanner) -> None:
         """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
@@ -334,6 +341,16 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
     if partition is None or isinstance(partition, Peers):
         return False
     return any(placement.is_shard() and placement.dim % ndim >= ndim - 2 for placement in partition.placements)
+
+
+def _bucket(bucket: BucketPlan) -> str:
+    digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
+    dtypes = f"gathered in {bucket.compute_dtype}, main dtype {bucket.main_dtype}"
+    reduced = f", reduced in {bucket.comm_dtype}, summed in {bucket.grad_dtype}" if bucket.requires_grad else ""
+    reshard = bucket.reshard_after_forward
+    more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
+    more += f", in {bucket.offload}" if bucket.offload is not None else ""
+    return f"bucket {bucket.name}: {digest}, {dtypes}{reduced}{more}"
 
 
 def _quantized(bucket: BucketPlan) -> str:

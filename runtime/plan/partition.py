@@ -28,7 +28,7 @@ from ..memory import extension
 from ..topology import Group
 from .meshes import check_order
 
-__all__ = ["Partition", "Partitioner", "Peers", "local_part", "local_shape", "whole_tensor"]
+__all__ = ["Partition", "Partitioner", "Peers", "local_part", "local_shape", "model_ranks", "whole_tensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +268,13 @@ class Partitioner:
         shape = list(param.shape)
         shape[dim] *= mesh.size()
         return Partition(mesh, (Shard(dim),), tuple(shape), bare=True)
+
+
+@compat.on_values
+def model_ranks(mesh: DeviceMesh, partitions: Iterable[Partition]) -> tuple[int, ...]:
+    """Return the global ranks, sorted, of the data-parallel dimensions ``mesh`` and of all partitions beside them."""
+    meshes = dict.fromkeys((mesh, *(partition.beside(mesh) for partition in partitions)))
+    return tuple(sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()}))
 
 
 def _named(mesh: DeviceMesh) -> str:

@@ -137,9 +137,17 @@ def standstill(why: str) -> RuntimeError:
     return RuntimeError(f"This rank would wait forever for other ranks. {why} {ADVICE}")
 
 
-def order_of_group(name: str) -> Order:
-    """Return the order of the models that communicate over a process group. Their collectives can be confused."""
-    return _orders.setdefault(name, Order(group=name))
+def order_of_group(name: str, part: str | None = None) -> Order:
+    """Return the order of the models that communicate over a process group. Their collectives can be confused.
+
+    Args:
+        part: Name of the group of some of its ranks, whose operations at rest count in the same order unless this group
+            has one of its own.
+    """
+    order = _orders.setdefault(name, Order(group=name))
+    if part is not None:
+        _orders.setdefault(part, order)
+    return order
 
 
 def orders() -> dict[str, Order]:

@@ -60,7 +60,7 @@ class Conduct:
 
     def __init__(self, members: Membership, kind: str, parameters: Iterable[str]) -> None:
         self.members = members
-        self.order: Order = order_of_group(members.group.group_name)
+        self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
         self.name = self.order.join(kind, parameters)
         self.steps = self.started = 0
         self.failure: str | None = None
@@ -88,7 +88,7 @@ class Conduct:
 
     def rejoin(self, parameters: Iterable[str]) -> None:
         """Start over with the new process groups of :attr:`members`, and the order that belongs to them."""
-        self.order = order_of_group(self.members.group.group_name)
+        self.order = order_of_group(self.members.agreeing.group_name, self.members.group.group_name)
         self.name = self.order.join(self.name.rpartition(" #")[0], parameters)
         self.started, self.failure, self._copies = 0, None, 0
         self._group_names = self.members.group_names
@@ -109,7 +109,7 @@ class Conduct:
 
         See :func:`.agreement.agree`.
         """
-        group = self.members.group
+        group = self.members.agreeing
         timeout = compat.timeout_of(group) * patience
         agree(group, topic, lambda: lines, timeout, epoch, is_last_resort=is_last_resort)
 
@@ -122,7 +122,7 @@ class Conduct:
         patience: float = 1.5,
     ) -> Any:
         """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
-        group = self.members.group
+        group = self.members.agreeing
         return conclude(group, topic, lines, offer, combine, compat.timeout_of(group) * patience)
 
     def maxima(self, group: Group, topic: str, values: Sequence[int]) -> list[int]:
@@ -133,15 +133,15 @@ class Conduct:
         return found
 
     def agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
-        agree_on_order(self.members.group, lines, epoch)
+        agree_on_order(self.members.agreeing, lines, epoch)
 
     def warn_others(self, error: BaseException) -> None:
         """Announce that this rank is about to fail with ``error``: from here on, errors on other ranks quote it."""
-        report_failure(self.members.group, error, is_certain=False)
+        report_failure(self.members.agreeing, error, is_certain=False)
 
     def withdraw_warning(self) -> None:
         """Withdraw the announcement of :meth:`warn_others`, because all ranks have met."""
-        forget_failure(self.members.group)
+        forget_failure(self.members.agreeing)
 
     # -- what is about to happen --------------------------------------------------------------------------------------
 
@@ -282,11 +282,11 @@ class Conduct:
         """
         if self.failure is None:
             self.failure = type(error).__name__
-            report_failure(self.members.group, error, is_certain=is_certain)
+            report_failure(self.members.agreeing, error, is_certain=is_certain)
 
     def forget_failure(self) -> None:
         """Continue after a failure that was the same on all ranks."""
-        forget_failure(self.members.group)
+        forget_failure(self.members.agreeing)
         self.order.restart()
         self.failure = None
 

@@ -959,7 +959,9 @@ def test_wrapping_that_is_refused() -> None:
     refused(ValueError, "4 ranks cannot be divided by.*context", config=TransformerConfig(context_parallel_size=8))
     refused(ValueError, "expert_model_parallel_size=3 must", config=TransformerConfig(expert_model_parallel_size=3))
     both = TransformerConfig(expert_model_parallel_size=2, tensor_model_parallel_size=2)
-    refused(ValueError, "which ranks share an expert.*Pass pg_collection", config=both)
+    refused(NotImplementedError, "2 ranks divide each expert.*Set expert_tensor_parallel_size=1", config=both)
+    many = TransformerConfig(expert_model_parallel_size=3, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    refused(ValueError, "expert_model_parallel_size=3 must divide the 4 data-parallel and", config=many)
     experts = parity.build(zoo.Plain)
     experts.head.weight.allreduce = False
     # Megatron Core: Megatron FSDP: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based
@@ -1239,6 +1241,18 @@ def test_process_groups_of_megatron() -> None:
     )
     assert experts.sharded.members.experts is not None
     assert experts.sharded.members.experts.topology.inner.size == 2
+
+    # Tensor-parallel ranks 0 and 1, and 2 and 3, hold different experts: by Megatron's groups, or by sizes.
+    collection = SimpleNamespace(dp_cp=odd_even, tp=pairs, ep=pairs, expt_dp=odd_even, expt_tp=alone)
+    config = SimpleNamespace(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    for given in (collection, None):
+        folded = copy.deepcopy(expert)
+        experts = FullyShardedDataParallel(
+            config, settings(), folded, fsdp_unit_modules=[zoo.Block], pg_collection=given
+        )
+        assert experts.sharded.members.folds_experts
+        one = whole.blocks[0].up.weight
+        assert torch.equal(experts.module.blocks[0].up.weight.full_tensor(), torch.cat([one, one + 1]))
     with raises_everywhere(NotImplementedError, "pg_collection.expt_tp has 2 ranks"):
         sharded(SimpleNamespace(dp_cp=world, ep=pairs, expt_dp=odd_even, expt_tp=pairs))
 

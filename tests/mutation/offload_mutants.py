@@ -19,7 +19,7 @@ OFFLOAD = (
     Mutant(
         "runtime/plan/model_plan.py",
         "ranks may keep their shards in different places",
-        """            more += f", in {bucket.offload}" if bucket.offload is not None else ""\n""",
+        """    more += f", in {bucket.offload}" if bucket.offload is not None else ""\n""",
         "",
         REFUSED,
     ),

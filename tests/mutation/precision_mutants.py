@@ -80,8 +80,8 @@ PRECISION = (
     Mutant(
         "runtime/plan/model_plan.py",
         "ranks do not compare their casts",
-        "        lines += self.precision.describe()\n",
-        "",
+        "        lines += [*map(_bucket, self.buckets), *self.precision.describe()]\n",
+        "        lines += map(_bucket, self.buckets)\n",
         (f"{_TESTS} -k agree_on_policies",),
     ),
 )

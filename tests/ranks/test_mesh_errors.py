@@ -425,7 +425,7 @@ def test_replicas_that_differ_in_one_place() -> None:
 
 @on_ranks(4, timeout=60)
 def test_experts_and_tensor_parallelism() -> None:
-    """Seed 001, 1.1, 3.7: tensor parallelism inside experts and experts divided by tensor parallelism are rejected."""
+    """Seed 001, 1.1, 3.7: marks of tensor parallelism inside experts are rejected, and experts over ranks of other data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     over_all = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     sharded: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
@@ -437,8 +437,10 @@ def test_experts_and_tensor_parallelism() -> None:
         NotImplementedError, "'experts.weight' is an expert, and marked tensor_model_parallel", "expt_device_mesh"
     ):
         fully_shard_model(marked, expt_device_mesh=mesh, **sharded)
+    without = {name: value for name, value in sharded.items() if name != "tp_dim"}
     with raises_everywhere(ValueError, "expt_device_mesh shards experts over the ranks [0, 1, 2, 3]", "must divide"):
-        fully_shard_model(parity.build(Mixed), expt_device_mesh=over_all, **sharded)
+        fully_shard_model(parity.build(Mixed), expt_device_mesh=over_all, **without)
+    fully_shard_model(parity.build(Mixed), expt_device_mesh=over_all, **sharded)(torch.ones(2, 8)).backward()
     divided = parity.build(Mixed)
     with torch.no_grad():
         divided.experts.weight.add_(mesh.get_local_rank("tp"))
