@@ -170,10 +170,11 @@ def _stays(key: str, plan: ConversionPlan) -> bool:
     """Return whether an entry is converted. If not, the reason is noted in the plan."""
     if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
-            f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote "
-            "them can read. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's state "
+            f"The optimizer is stored by communication buckets ({key}), which do not name their parameters: only the "
+            "model and the parallel layout that wrote them can read them. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's state "
             "by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), or "
-            "without the optimizer (--no-save-optim)."
+            "without the optimizer (--no-save-optim). To convert the weights alone: mfsdp checkpoint remove IN WEIGHTS "
+            "'optimizer\\.distributed', and mfsdp convert WEIGHTS OUT --from torch_dist."
         )
     why = None
     if keys.is_extra_state(key):

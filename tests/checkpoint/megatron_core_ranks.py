@@ -150,7 +150,9 @@ class Training:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer import TransformerConfig
 
-        experts: dict[str, Any] = {"num_moe_experts": EXPERTS, "moe_router_topk": 1} if job.experts else {}
+        experts: dict[str, Any] = (
+            {"num_moe_experts": EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True} if job.experts else {}
+        )
         config = TransformerConfig(
             num_layers=LAYERS,
             hidden_size=HIDDEN,
