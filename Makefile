@@ -19,7 +19,7 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast slow processes long mutants docs bench gpu clean
+.PHONY: demo test check lint types fast slow processes long soak mutants docs bench gpu clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
@@ -62,6 +62,12 @@ long: $(READY)
 ONLY   ?=
 mutants: $(READY)
 	cd tests && ../$(BIN)/python -m mutation $(if $(ONLY),"$(ONLY)",--write)
+
+# Trainings under random faults, and 10,000 steps that must leave nothing behind. SEED=n repeats a plan.
+MINUTES ?= 30
+soak: $(READY)
+	cd tests && PYTHONPATH=. ../$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
 
 # In site/, with Python 3.11 or newer. It can be read from the disk; for its search, python -m http.server -d site.
 docs: $(READY)

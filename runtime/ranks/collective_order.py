@@ -272,7 +272,7 @@ class Order:
             if not phase.is_backward:
                 rows, length = self._past
                 if phase == self._forward:
-                    self._past = rows, length + 1
+                    self._past = rows, min(length + 1, _LONGEST)
                 else:
                     self._past = (*rows, (self._forward, length))[-_ROWS:], 1
                     self._forward = phase
@@ -366,6 +366,9 @@ class Order:
 
 
 _ROWS = 2
+_LONGEST = 2_000
+"""Length of a run of forwards from which on it is not counted further. Otherwise each forward of a training that does nothing
+else would be another past."""
 _PASTS = 20_000
 """Number of pasts to remember per place."""
 

@@ -322,6 +322,18 @@ def test_a_known_way_is_free() -> None:
         go(order, store, *STEP, *STEP, *evaluation, *evaluation, *evaluation)
 
 
+def test_a_long_training_takes_bounded_memory() -> None:
+    """Nothing is remembered of each forward of a training that does nothing else, and evaluation after it is still asked for."""
+    store, order = Store(), Order()
+    for _ in range(10_000):
+        go(order, store, *STEP)
+    places = {id(state): state for state in [order._start, *order._begins.values()]}
+    assert max(len(state.last_after) for state in places.values()) <= 2_001
+    store.asked.clear()
+    go(order, store, EVALUATION, "gather a")
+    assert store.asked
+
+
 def test_nothing_follows_a_standstill() -> None:
     store, order = Store(), Order()
     go(order, store, *STEP)

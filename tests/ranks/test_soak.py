@@ -1,18 +1,33 @@
-"""A training under faults ends with the weights of one without. ``make soak`` does this for longer, with more faults."""
+"""A training under faults ends with the weights of one without, and leaves nothing behind. ``make soak`` does this for longer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from soak.faults import BRIEF
+from soak.faults import Kind
+from soak.growth import GROWTH, growth
 from soak.rounds import Plan, Summary, run_round
+
+SHORT = Plan(
+    steps=12, faults=1, kinds=(Kind.KILL_ONE,), ranks=(2,), modes=("eager", "aot_eager"), save_every=2, limit=60.0
+)
+LONG = Plan(steps=60, faults=10, modes=("eager", "aot_eager"), stall=1.0, limit=120.0)
 
 
 @pytest.mark.processes
-def test_faults_change_nothing(tmp_path: Path) -> None:
-    plan = Plan(steps=24, faults=4, kinds=BRIEF, ranks=(2, 3), modes=("eager", "aot_eager"), stall=1.0, limit=60.0)
+@pytest.mark.parametrize(
+    ("plan", "seed"), [(SHORT, 3), pytest.param(LONG, 2, marks=pytest.mark.long)], ids=["one", "ten"]
+)
+def test_faults_change_nothing(plan: Plan, seed: int, tmp_path: Path) -> None:
     summary = Summary()
-    run_round(plan, 1, tmp_path, print, summary)
-    assert summary.faults.total() >= 1
+    run_round(plan, seed, tmp_path, print, summary)
+    assert summary.faults.total() == plan.faults
     assert summary.rounds == 1
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "ranks"), GROWTH)
+def test_ten_thousand_steps_leave_nothing_behind(mode: str, ranks: int, tmp_path: Path) -> None:
+    assert growth(mode, ranks, 10_000, tmp_path, print) == []

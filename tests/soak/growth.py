@@ -18,16 +18,21 @@ from parity import EAGER
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.processes import run_ranks
 
-__all__ = ["Held", "grown", "held", "watched"]
+__all__ = ["GROWTH", "Held", "grown", "growth", "held"]
+
+GROWTH = (("eager", 1), ("eager", 2), ("aot_eager", 2), ("inductor", 1))
+"""Modes and numbers of ranks to watch."""
 
 RSS_BYTES_PER_STEP = 100
 """Growth of resident memory that is not called a leak. A Python object that is kept takes 56 bytes and more, so one for
 each step is close to it; tensors take 500 and more. Noise of the allocator is 1 MB in 10,000 steps."""
 OBJECTS = 50
 """Growth of the number of objects of one type that is not called a leak: bounded records fill up, caches find keys."""
-WARM_UP = 1500
-"""Steps before the first sample: longer than it takes to fill the bounded records of diagnostics."""
+WARM_UP = 2500
+"""Steps before the first sample: longer than it takes to fill the bounded records of diagnostics, of which the order of
+collectives remembers runs of 2,000 forwards."""
 
 
 @dataclass
@@ -83,8 +88,25 @@ def held(step: int) -> Held:
     )
 
 
-def watched(mode: str, steps: int, every: int, folder: Path, say: Callable[[str], None] = lambda _: None) -> list[Held]:
-    """Train a tiny model, and count what is held every so many steps. All ranks call it.
+def growth(mode: str, ranks: int, steps: int, folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Train a tiny model for many steps, and describe what has grown on any rank."""
+    training = run_ranks(_watch_rank, ranks, mode, steps, folder, backend="gloo", threads=1)
+    found: list[str] = []
+    for rank, line, has_grown in training:
+        say(f"{mode}, rank {rank} of {ranks}: {line}")
+        if has_grown:
+            found.append(f"{mode}, rank {rank} of {ranks}: {line}")
+    return found
+
+
+def _watch_rank(rank: int, say: Callable[[tuple[int, str, bool]], None], mode: str, steps: int, folder: Path) -> None:
+    samples = _watched(mode, steps, folder, lambda line: say((rank, line, False)))
+    for line in grown(samples):
+        say((rank, line, True))
+
+
+def _watched(mode: str, steps: int, folder: Path, say: Callable[[str], None]) -> list[Held]:
+    """Train, and count what is held every 500 steps.
 
     Steps accumulate over two microbatches now and then, are evaluated now and then, and a checkpoint is written now and
     then, in turn at once and in the background.
@@ -109,10 +131,10 @@ def watched(mode: str, steps: int, every: int, folder: Path, say: Callable[[str]
         if step % 250 == 0:
             save = checkpoints.save if step % 500 else checkpoints.save_async
             save(step, model, optimizer, extra={"step": step})
-        if step % every == 0:
+        if step % 500 == 0:
             checkpoints.wait()
             samples.append(held(step))
-            say(f"{mode}: {samples[-1]}")
+            say(str(samples[-1]))
     return samples
 
 
