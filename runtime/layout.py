@@ -346,7 +346,7 @@ def _limits(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy:
     if cut:
         policy = replace(policy, max_padding=min(policy.max_padding, policy.max_stack_padding))
         lengths = {p.shortest_row for p in params if p.shortest_row > 1}
-        row = row if len(lengths) == 1 else 1  # separate buckets may do without a row per rank
+        row = row if len(lengths) <= 1 else 1  # separate buckets may do without a row per rank
     size = (sum(p.numel for p in params) * itemsize, row * itemsize, world_size)
     return policy.goal(*size) // itemsize, policy.limit(*size) // itemsize
 

@@ -64,7 +64,7 @@ def first_rank(nodes: list[Node]) -> str:
 @pytest.mark.parametrize(
     ("count", "ranks", "sharding"),
     [
-        (2, 1, "hsdp"),
+        pytest.param(2, 1, "hsdp", marks=pytest.mark.long),
         pytest.param(2, 2, "hsdp", marks=pytest.mark.long),
         pytest.param(2, 2, "hfsdp", marks=pytest.mark.long),
         pytest.param(4, 1, "fsdp", marks=pytest.mark.long),

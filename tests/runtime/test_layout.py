@@ -173,6 +173,13 @@ def test_values_survive_the_round_trip(
             assert np.isnan(bucket[start:stop]).all()  # nothing wrote into padding
 
 
+def test_a_stack_of_one_element_fits() -> None:
+    """The blocks of a quantized bucket are longer than it, and no padding is free."""
+    policy = LayoutPolicy(cuts_matrices=True, alignment_bytes=1, max_padding=0.0, free_padding_bytes=0, block_numel=256)
+    (layout,) = plan_layouts([ParamSpec("scale", (1, 1, 1))], 1, 1, policy)
+    assert layout.shard_numel == 256
+
+
 @anything
 def test_layouts_are_plain_hashable_data(
     params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
