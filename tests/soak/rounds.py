@@ -94,6 +94,7 @@ def run_round(plan: Plan, seed: int, folder: Path, say: Callable[[str], None], s
     """
     server()  # it and torch's first store keep a few files open
     open_store(1)
+    gc.collect()
     before = _held()
     disk = Disk(folder / "disk")
     try:
@@ -102,7 +103,8 @@ def run_round(plan: Plan, seed: int, folder: Path, say: Callable[[str], None], s
         disk.close()
     _compare(plan, faulty, folder, say)
     gc.collect()
-    if (after := _held()) != before:
+    after = _held()  # less is fine: other tests of this process leave files that are closed meanwhile
+    if any(after[what] > before[what] for what in before):
         raise SoakError(f"the supervisor held {before} before the round, and {after} after it")
     summary.rounds += 1
 
