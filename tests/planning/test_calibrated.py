@@ -96,6 +96,15 @@ def test_what_collectives_cost_computation(lost: float, slowdown: float) -> None
     assert 1 - 1 / (1 + slowdown) == pytest.approx(min(max(lost, 0.0), 0.95))
 
 
+def test_the_best_round_counts_unless_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = calibration._OperationTimer(torch.device("cpu"), EFFORT)
+    for shares, seconds in ((False, 0.25), (True, 0.5)):
+        rounds = iter([1.0, 0.5, 0.25, 0.75])  # the first one says how often to call
+        monkeypatch.setattr(calibration._OperationTimer, "once", lambda *_, rounds=rounds: next(rounds))
+        monkeypatch.setattr(calibration, "_shares_cores", lambda shares=shares: shares)
+        assert clock.seconds(lambda: None) == seconds
+
+
 def test_memory_is_measured_on_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Untouched zeros are one page for all, which is read from the cache."""
     made = []
