@@ -96,6 +96,11 @@ class _Outcome:
     layouts: list[str] = field(default_factory=list)
     schedules: dict[str, list[str]] = field(default_factory=dict)
     report: list[str] = field(default_factory=list)
+    misprediction: float = 0.0  # of the time of forward and backward
+
+
+_MISPREDICTION = 0.25
+"""Error of a predicted time that says that the machine was measured while other programs were at work."""
 
 
 def run(config: DemoConfig) -> int:
@@ -126,6 +131,9 @@ def run(config: DemoConfig) -> int:
         with console.status(f"one process repeats {min(config.parity_steps, config.steps)} steps on the same data"):
             alone = _spawn(partial(_train_alone, checkpoint=begin_with), config, 1, console)
     good = _summarize(console, config, outcome, alone)
+    if machine and abs(outcome.misprediction) > _MISPREDICTION:
+        Path(machine).unlink(missing_ok=True)  # it was busy when it was measured, or is busy now
+        console.print("The prediction is far off: the next run measures this machine again.", highlight=False)
     console.print(f"{time.monotonic() - started:.0f} s in all; files in [bold]{config.out}/[/]")
     return 0 if good else 1
 
@@ -231,6 +239,7 @@ def _report(config: DemoConfig, rank: int, model: nn.Module, compute: Callable[[
         title=f"mfsdp demo: {config.model} on {config.ranks} ranks",
     )
     predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+    outcome.misprediction = predicted / seconds - 1
     outcome.report = [
         f"predicted peak memory {bytes_text(made.timeline.peak_bytes)} per rank; forward and backward "
         f"{seconds_text(predicted)} predicted, {seconds_text(seconds)} measured ({change_text(predicted, seconds)})",
