@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from types import SimpleNamespace
 import warnings
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
