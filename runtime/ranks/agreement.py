@@ -119,7 +119,8 @@ def agree(
                 is_last_resort=is_last_resort,
             )
             if failure is None and verdict["kind"] != "same":
-                raise _error(verdict, group, topic, [*lines, *some[1]], timeout)
+                _check_not_lost(verdict, what or topic)
+                raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
 
@@ -180,7 +181,8 @@ def conclude(
         verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
         if verdict["kind"] == "same":
             return verdict["result"]
-        raise _error(verdict, group, topic, lines, timeout)
+        _check_not_lost(verdict, topic)
+        raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
 
 
 @contextlib.contextmanager
@@ -648,12 +650,12 @@ def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
     return list(found.values())
 
 
-def _error(
-    verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, lines: Sequence[str], timeout: timedelta
-) -> RuntimeError:
+def _check_not_lost(verdict: dict[str, Any], what: str) -> None:
     if verdict["kind"] == "lost":
-        return RankLost(verdict["text"])
-    return RuntimeError(_explain(verdict, group, topic, lines, timeout))
+        raise RankLost(
+            f"{what}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
+            "last checkpoint."
+        )
 
 
 def _explain(

@@ -292,11 +292,7 @@ class Watchdog:
         self._lifeline.look(store)
         for each in asked:
             if lost := self._lifeline.lost(store, each.ranks):
-                text = (
-                    f"{each.what}: {', '.join(map(str, lost[:4]))}{', ...' if len(lost) > 4 else ''}, and cannot take "
-                    "part. What it printed last says why. Start the job again, from its last checkpoint."
-                )
-                self._answer(store, {each.key}, text, lost[0].rank, "lost")
+                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": str(lost[0])})
 
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
         store, me = self._connection(), dist.get_rank()
@@ -309,7 +305,7 @@ class Watchdog:
                 continue
             over = _found(store, f"{_of(scope)}/over")
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
-                self._answer(store, own, over["text"], over["rank"])
+                self._answer(store, own, _astray(over["text"], over["rank"]))
                 self._end(order, over["text"], set())
                 return
         if not store.check([f"{_of(order.group)}/notice"]):
@@ -415,13 +411,13 @@ class Watchdog:
         for scope in {order.group}.union(*(model.scopes for model in models)):
             store.set(f"{_of(scope)}/over", over)
             store.set(f"{_of(scope)}/notice", "")
-        self._answer(store, keys, text, rank)
+        self._answer(store, keys, _astray(text, rank))
         self._end(order, text, more)
 
-    def _answer(self, store: dist.Store, keys: set[str], text: str, rank: int, kind: str = "astray") -> None:
+    def _answer(self, store: dist.Store, keys: set[str], verdict: dict[str, Any]) -> None:
         for key in keys:
             for answer in ("verdict", "compared"):
-                conclude_once(store, f"{key}/{answer}", {"kind": kind, "ranks": [rank], "text": text})
+                conclude_once(store, f"{key}/{answer}", verdict)
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """End the wait of this rank."""
@@ -447,6 +443,10 @@ class Watchdog:
         if self._store is None or self._store_of is not default:
             self._store, self._store_of = compat.another_connection(default), default
         return self._store
+
+
+def _astray(text: str, rank: int) -> dict[str, Any]:
+    return {"kind": "astray", "ranks": [rank], "text": text}
 
 
 def _of(group: str) -> str:

@@ -189,8 +189,8 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "a step of the same number takes the place of the one before",
-        "        while final.exists():",
-        "        while False:",
+        "n for n in names if not (self.root / n).exists() and not",
+        "n for n in names if not",
         (f"{RUNS} 'lower_step or takes_the_folder'", "checkpoint/test_checkpoint.py -k folder_of_checkpoints"),
     ),
     Mutant(

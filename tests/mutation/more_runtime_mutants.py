@@ -455,4 +455,18 @@ MORE_RUNTIME = (
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
     ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "nobody tells ranks that wait for a process that has ended",
+        "            if lost := self._lifeline.lost(store, each.ranks):",
+        "            if lost := []:",
+        ("ranks/test_lost_ranks.py -k save-0-kill",),
+    ),
+    Mutant(
+        "runtime/ranks/lifeline.py",
+        "a process that ended in order is taken for a killed one",
+        "neighbor.received.endswith(GOODBYE)",
+        "False",
+        ("ranks/test_lost_ranks.py -k save-1-exit",),
+    ),
 )
