@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from . import compat, recovery, step_checks
 from .eager.engine import EagerRuntime
-from .eager.modules import label_module
+from .eager.modules import is_sharded, label_module, release_module
 from .eager.summon import whole_parameters
 from .exchange import Overlap, buffer_bytes
 from .grad_sync import GradSync, SyncSettings
@@ -143,6 +143,32 @@ class ShardedModel:
         duplicate.lineage = Lineage(continues=self.lineage.continues)
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
+
+    def dissolve(self) -> None:
+        """Let the model's modules be sharded again, as a part of a larger model, which takes over their parameters.
+
+        Parameters stay the same objects, with the same rows, but are in no bucket until then.
+
+        Raises:
+            RuntimeError: A step is in progress.
+            NotImplementedError: A parameter gathers itself, or modules get it quantized.
+        """
+        self._refuse_in_step("The model became a part of a larger one")
+        for bucket in self.buckets:
+            if bucket.plan.is_extension or bucket.plan.scaling:
+                raise NotImplementedError(
+                    f"Parameter {bucket.plan.layout.slots[0].name!r} was sharded before the model that it is a part of, because "
+                    "something used it, and it is gathered in its own form, which cannot be sharded again. Call "
+                    "fully_shard on all modules, from the inside out, before anything reads their parameters."
+                )
+        assert self.module is not None
+        self.await_gathers()
+        _models.discard(self)
+        for module in self.module.modules():
+            if is_sharded(module):
+                release_module(module)
+        for param in (param for bucket in self.buckets for param in bucket.params):
+            del vars(param)["mfsdp_home"]
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

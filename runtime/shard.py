@@ -98,6 +98,7 @@ class ShardingOptions:
     offload: Callable[[Unit], Offload | None] = lambda unit: None
 
 
+@torch.inference_mode(False)  # tensors of inference mode could not be written to by later steps
 def shard_model(
     module: nn.Module, topology: Topology, every: dist.ProcessGroup, device: torch.device, options: ShardingOptions
 ) -> ShardedModel:
@@ -266,8 +267,9 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
             bucket = Bucket(bucket_plan, [p for p, _ in params], [s for _, s in params], shared_by, device, partitions)
             buckets.append(bucket)
             for index, (original, sites) in enumerate(params):
-                made.replaced.append((weakref.ref(original), sites[0].name))
-                move_hooks(original, bucket.params[index])
+                if original is not bucket.params[index]:
+                    made.replaced.append((weakref.ref(original), sites[0].name))
+                    move_hooks(original, bucket.params[index])
                 for site in sites:
                     if keeps_originals:
                         made.originals.setdefault(site.module, {})[site.attribute] = original

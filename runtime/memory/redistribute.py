@@ -103,6 +103,14 @@ class RowMove:
         groups = self.over.shard_groups
         return groups[0] if len(groups) == 1 and same_ranks(self.over, self.target_over) else None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether each rank has the rows already."""
+        shards = range(self.source.layout.world_size)
+        return same_ranks(self.over, self.target_over) and all(
+            self.source.elements(shard) == self.target.elements(shard) for shard in shards
+        )
+
     def sent(self, sender: int, receiver: int) -> range:
         """Return the elements that a shard of the source and a shard of the target have in common."""
         mine, its = self.source.elements(sender), self.target.elements(receiver)
@@ -123,11 +131,14 @@ class RowMove:
 
 
 def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
-    """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
+    """Return this rank's rows of each target, as contiguous copies unless no rank's rows move. A collective: every rank
+    passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
     for number, move in enumerate(moves):
-        if (group := move.group) is None:
+        if move.is_nothing:
+            found[number] = move.local
+        elif (group := move.group) is None:
             found[number] = move.alone()
         else:
             together.setdefault((group.name, move.local.dtype, move.local.device), []).append(number)

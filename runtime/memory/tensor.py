@@ -43,6 +43,7 @@ __all__ = [
     "RowSplit",
     "UnreducedGradient",
     "contiguous_strides",
+    "is_homeless",
     "like_rows",
     "refuse_unreduced",
 ]
@@ -265,6 +266,10 @@ class RowShardedTensor(DTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Use :meth:`wrap`."""
+
+    def move_in(self, place: RowShardedTensor) -> None:
+        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        vars(self).update({name: vars(place)[name] for name in ("_local_tensor", "_spec", "split", "topology", "backing")})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
@@ -500,6 +505,11 @@ class RowShardedTensor(DTensor):
             if isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
+
+
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
 
 
 class _ToLocal(torch.autograd.Function):
