@@ -36,7 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerUnit
+from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.model import ShardedModel
@@ -81,15 +81,19 @@ class _Sharded:
     Args:
         model: The sharded model.
         units: Units of the module; empty if it owns no parameters.
-        is_root: Whether the module is the model.
+        name: Name of the module in the model; "" for the model.
+        together: What each of the model's modules controls.
         syncs, all_reduces: Whether gradients are to be reduced at all, and over outer ranks.
+        reductions: How many units' reductions may run at a time.
     """
 
     model: ShardedModel
     units: tuple[EagerUnit, ...]
-    is_root: bool
+    name: str
+    together: list[_Sharded]
     syncs: bool = True
     all_reduces: bool = True
+    reductions: int = EagerPolicy().reductions_in_flight
 
 
 _pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -149,6 +153,7 @@ def fully_shard(
     )
     for each in modules:
         vars(each)[_REQUEST] = request
+        compat.register_fully_sharded(each)
         each.__class__ = _class_of(cast(Any, type(each)), is_pending=True)
         _pending.add(each)
     return module
@@ -186,7 +191,7 @@ def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Para
     if placement is None:
         return
     for module in modules:
-        for name, param in module.named_parameters():
+        for name, param in _whole_parameters(module):
             wanted = placement(param)
             if wanted is not None and not (isinstance(wanted, Shard) and wanted.dim == 0):
                 raise NotImplementedError(
@@ -194,6 +199,14 @@ def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Para
                     "if need be. For experts on a mesh of their own use fully_shard_model(expt_device_mesh=...); for "
                     "whole matrices on one rank, whole_params."
                 )
+
+
+def _whole_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters with their names, without sharding modules that are not sharded yet."""
+    for prefix, module in root.named_modules():
+        for name, param in vars(module)["_parameters"].items():
+            if param is not None:
+                yield f"{prefix}.{name}" if prefix else name, param
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------
@@ -271,35 +284,42 @@ class FSDPModule:
         """Let everything that the current stream runs from now on, gathers included, wait for ``event``."""
         torch.accelerator.current_stream().wait_event(event)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Has no effect: backward gathers the parameters that it reads, and no others."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        _state(self)
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients. If not, each rank sums its whole gradients.
 
-        Call it on the model. The first call with False, which must not be during a step, has graphs compiled again.
+        Call it on the model, or on all of its modules: when backward runs, all must have the same setting. The first call
+        with False, which must not be during a step, has graphs compiled again.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
-        state = _root_state(self, "set_requires_gradient_sync", recurse)
-        state.syncs = state.all_reduces = requires_gradient_sync
+        state = _state(self)
         accumulation = state.model.topology.accumulation
         if not requires_gradient_sync and not accumulation.whole_gradients:
             state.model.set_accumulation(Accumulation(True, accumulation.keeps_gathered))
+        for each in _states(self, recurse):
+            each.syncs = each.all_reduces = requires_gradient_sync
         _apply_sync(state)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients over the ranks that replicate shards (HSDP).
 
-        Call it on the model.
+        Call it on the model, or on all of its modules: when backward runs, all must have the same setting.
         """
         _check_bool("requires_all_reduce", requires_all_reduce)
-        state = _root_state(self, "set_requires_all_reduce", recurse)
-        state.all_reduces = requires_all_reduce
-        _apply_sync(state)
+        for each in _states(self, recurse):
+            each.all_reduces = requires_all_reduce
+        _apply_sync(_state(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward waits for its own reductions before it returns."""
         _check_bool("is_last_backward", is_last_backward)
-        _root_state(self, "set_is_last_backward", recurse=True)
+        _state(self)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's own gradients over ranks by ``factor``, instead of the number of ranks.
@@ -342,20 +362,29 @@ class FSDPModule:
         _state(self)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many units' reductions may run in eager code before it waits for the oldest. Call it on the model."""
+        """Set how many units' reductions may run in eager code before it waits for the oldest.
+
+        The largest number that any module of the model has holds for all of them.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(
                 f"set_reduce_scatter_max_input_buffers takes a whole number from 1 on, got {max_input_buffers!r}"
             )
-        state = _root_state(self, "set_reduce_scatter_max_input_buffers", recurse)
-        runtime = state.model.eager
-        runtime.policy = replace(runtime.policy, reductions_in_flight=max_input_buffers)
+        for each in _states(self, recurse):
+            each.reductions = max_input_buffers
+        runtime, together = _state(self).model.eager, _state(self).together
+        runtime.policy = replace(runtime.policy, reductions_in_flight=max(each.reductions for each in together))
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model."""
-        state = _root_state(self, "reset_iter_state", recurse=True)
+        state = _state(self)
+        if state.name:
+            raise ValueError(
+                f"reset_iter_state was called on module {state.name!r}: it is for the model as a whole. Call it on the "
+                "module that the last fully_shard was called on."
+            )
         state.model.leave_backward()
         state.model.eager.reset()
         state.model.zero_gradients()
@@ -369,7 +398,6 @@ _REFUSED = {
     "set_allocate_memory_from_process_group_for_comm": _NCCL,
     "set_symm_mem_for_comm": _NCCL,
     "set_separate_reduce_scatter_group": "gathers have a communicator of their own with NCCL",
-    "set_unshard_in_backward": "backward gathers what it reads",
     "set_keep_unsharded_storage": "for CUDA graphs use fully_shard_model(cuda_graph_mode=True)",
     "set_manual_backward_finalization": "use fully_shard_model, and model.set_model_auto_sync(False)",
     "finalize_backward": "use fully_shard_model, and model.finish_grad_sync()",
@@ -396,14 +424,19 @@ class _Pending(FSDPModule):
     def __call__(self) -> Callable[..., Any]:  # type: ignore[override]
         return _sharded(self).__call__
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return _sharded(self).named_parameters(*args, **kwargs)
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """What all walks of parameters read, also those of a module around that was not given to :func:`fully_shard`."""
+        return vars(_sharded(self))["_parameters"]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _sharded(self).state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return _sharded(self)._load_from_state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return _sharded(self).load_state_dict(*args, **kwargs)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        _sharded(self).register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        _sharded(self).__delattr__(name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         _sharded(self).compile(*args, **kwargs)
@@ -469,13 +502,15 @@ def _shard(root: nn.Module) -> None:
         for module in pending:  # as before: the model can be used, or the call repeated
             module.__class__ = _class_of(type(module).__mro__[2], is_pending=True)
         raise
+    names, together = {module: name for name, module in root.named_modules()}, []  # type: ignore[var-annotated]
     for module in pending:
         _pending.discard(module)
         del vars(module)[_REQUEST]
         units = tuple(
             unit for unit in model.eager.units if (unit.is_root if module is root else module in unit.modules)
         )
-        vars(module)[_SHARDED] = _Sharded(model, units, is_root=module is root)
+        together.append(_Sharded(model, units, names[module], together))
+        vars(module)[_SHARDED] = together[-1]
     for module in root.modules():
         for name in vars(module).pop(_METHODS, ()):
             vars(module).pop(name)
@@ -529,17 +564,21 @@ def _mesh(request: _Request) -> dict[str, Any]:
             raise ValueError(f"fully_shard takes a mesh of one dimension, or of two with names, got {mesh}")
         (outer, shard) = mesh.mesh_dim_names
     else:
-        shard_names, replicate_names = request.dims
-        if len(shard_names) != 1 or len(replicate_names) > 1:
-            raise NotImplementedError(
-                f"dp_mesh_dims names {shard_names} to shard over and {replicate_names} to replicate over: one dimension is "
-                "needed to shard over, and at most one to replicate. Flatten several into one first."
-            )
-        shard, outer = shard_names[0], next(iter(replicate_names), None)  # type: ignore[assignment]
+        shard, outer = (_flattened(mesh, names) for names in request.dims)
+    if shard is None:
+        return {"device_mesh": mesh, "dp_shard_dim": outer, "zero_dp_strategy": "no_shard"}
     if outer is None:
         return {"device_mesh": mesh, "dp_shard_dim": shard}
     group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
     return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}
+
+
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> str | None:
+    """Return the name of the mesh dimension that several form together; None for none."""
+    if len(names) < 2:
+        return next(iter(names), None)
+    mesh[names]._flatten(name := "_".join(names))
+    return name
 
 
 def _compiled(root: nn.Module) -> dict[nn.Module, compat.CompileSettings]:
@@ -611,21 +650,16 @@ def _state(module: Any) -> _Sharded:
     return vars(_sharded(module))[_SHARDED]
 
 
-def _root_state(module: Any, method: str, recurse: bool) -> _Sharded:
+def _states(module: Any, recurse: bool) -> list[_Sharded]:
+    """Return what a module controls, with what modules inside do if ``recurse``."""
     state = _state(module)
-    if not state.is_root or not recurse:
-        raise ValueError(
-            f"{method} was called on a {type(module).__name__}{'' if recurse else ' with recurse=False'}: it is for the model "
-            "as a whole. Call it on the module that the last fully_shard was called on."
-        )
-    return state
+    return [vars(each)[_SHARDED] for each in module.modules() if _SHARDED in vars(each)] if recurse else [state]
 
 
 def _models(module: Any, recurse: bool) -> list[tuple[ShardedModel, list[EagerUnit]]]:
     """Return a module's model, and its units, with those inside if ``recurse``."""
-    state = _state(module)
-    inner = [vars(each)[_SHARDED] for each in module.modules() if _SHARDED in vars(each)] if recurse else [state]
-    return [(state.model, list(dict.fromkeys(unit for each in inner for unit in each.units)))]
+    inner = _states(module, recurse)
+    return [(_state(module).model, list(dict.fromkeys(unit for each in inner for unit in each.units)))]
 
 
 def _units_of(modules: Sequence[Any]) -> tuple[EagerUnit, ...]:
@@ -640,8 +674,13 @@ def _buckets(units: Sequence[EagerUnit]) -> list[Any]:
 
 
 def _apply_sync(state: _Sharded) -> None:
+    """Give the model the setting of its modules."""
     settings = state.model.grad_sync.settings
-    settings.last_microbatch = None if state.syncs and state.all_reduces else False
+    settings_of = {each.name: each.syncs and each.all_reduces for each in state.together if each.units}
+    waiting = [name for name, reduces in settings_of.items() if not reduces]
+    reducing = [name for name, reduces in settings_of.items() if reduces]
+    settings.last_microbatch = False if waiting else None
+    settings.contradiction = (waiting[0], reducing[0]) if waiting and reducing else None
 
 
 def _check_bool(name: str, value: object) -> None:

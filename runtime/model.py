@@ -44,6 +44,7 @@ from .owner import owners_of
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers
 from .precision import Policies
+from .ranks.agreement import agree
 from .ranks.conduct import Conduct
 from .ranks.journal import journal
 from .run_lineage import Lineage
@@ -73,6 +74,7 @@ class ShardedModel:
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
         optimizers: The optimizers that hold its parameters.
+        awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
     """
@@ -102,6 +104,7 @@ class ShardedModel:
         self.step_tracker = StepTracker(self.buckets, conduct)
         self.optimizers = Optimizers()
         self.quantized = QuantizedShards(self.buckets)
+        self.awaits_values = False
         self.lineage = Lineage()
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -140,6 +143,7 @@ class ShardedModel:
         )
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
+        duplicate.awaits_values = self.awaits_values
         duplicate.lineage = Lineage(continues=self.lineage.continues)
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
@@ -203,11 +207,11 @@ class ShardedModel:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay at one address: they are zeroed where they would be dropped."""
-        return self.buckets[0].plan.keeps_memory
+        return any(bucket.plan.keeps_memory for bucket in self.buckets)
 
     def is_miscompiled(self) -> bool:
         """See :func:`.compat.is_miscompiled`."""
-        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].device.type)
+        return self.module is not None and compat.is_miscompiled(self.module, self.topology.mesh.device_type)
 
     def module_buffers(self) -> list[Tensor]:
         """Return the model's buffers on this rank."""
@@ -312,6 +316,25 @@ class ShardedModel:
             if self.conduct.failure is not None:
                 recovery.recover(self)
             self.grad_sync.forget_backward()
+            if self.awaits_values:
+                agree(self.everyone, "values of parameters from the meta device", self._missing_values)
+                self.awaits_values = False
+
+    def _missing_values(self) -> list[str]:
+        """Return nothing. Raise RuntimeError if parameters are as they came from the meta device."""
+        shards = [
+            (split.name, param.detach().to_local())
+            for bucket in self.buckets
+            for split, param in zip(bucket.splits, bucket.params, strict=True)
+        ]
+        missing = [name for name, shard in shards if shard.numel() and shard.to(torch.float32).isnan().all()]
+        if missing:
+            names = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            raise RuntimeError(
+                f"{len(missing)} parameters from the meta device have no values yet: {names}. Give them values before the "
+                "first forward: with load_state_dict, a checkpoint, or reset_parameters() of each module."
+            )
+        return []
 
     def failed(self, error: BaseException) -> None:
         """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""

@@ -154,6 +154,7 @@ def shard_model(
         registration.register(buckets)
     _shard_modules(module, eager, made.homes, casts)
     sharded.forget_old_code()
+    sharded.awaits_values = initializer is not None and not initializer.gives_values
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):
         sharded.make_portions(size)
     for reference, name in made.replaced:

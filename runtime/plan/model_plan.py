@@ -309,10 +309,6 @@ def divide(
         )
     precision = PrecisionPlan.of(module, classes, policies, {each for group in groups for each in group})
     units = find_units(module, classes, by_module, groups, ignored)
-    if not units:
-        raise ValueError(
-            "There is nothing to shard: the model has no parameters, or ignored_params contains all of them."
-        )
     joined = join(module, units, unit_bytes, precision.gathered_bytes) if unit_bytes is not None else units
     return joined, precision
 
