@@ -35,6 +35,7 @@ from .. import compat
 from ..casts import Casts
 from ..memory.bucket import Home
 from ..memory.extension import FORM as EXTENSION
+from ..memory.tensor import NOTED_VALUE
 from ..plan.partition import Partition
 from .engine import Window
 
@@ -42,6 +43,7 @@ __all__ = [
     "as_written",
     "is_sharded",
     "label_module",
+    "owner_of",
     "register_forward",
     "release_module",
     "shard_module",
@@ -103,6 +105,11 @@ def release_module(module: nn.Module) -> None:
     module.__class__ = unsharded_class(module)
     for name in (_HOMES, _WINDOW, _SHELLS, _WRAPPERS, _LAYOUT, _LENT):
         state.pop(name, None)
+
+
+def owner_of(module: nn.Module) -> Any:
+    """Return the sharded model that a module belongs to; None for a module that is not sharded."""
+    return vars(module)[_WINDOW].runtime.owner if is_sharded(module) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -371,6 +378,9 @@ class _Sharded(nn.Module):
                         "keep their dtype. Leave assign out: values are then cast."
                     )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[arg-type]
+        for name in vars(self)[_HOMES]:
+            if prefix + name in state_dict:
+                vars(self._parameters[name]).pop(NOTED_VALUE, None)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` with modules of the classes that the user wrote.

@@ -36,6 +36,7 @@ from . import host
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
+from .pickled import places
 from .redistribute import RowMove, move_rows, take_rows_of_part
 from .tensor import (
     Backing,
@@ -264,6 +265,7 @@ class Bucket:
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_all(originals, flat)
+        places.add(self)
         self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
         """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
@@ -405,7 +407,9 @@ class Bucket:
     def _copy_all(self, originals: Sequence[nn.Parameter], flat: Tensor) -> None:
         """Copy this rank's rows of the parameters. A collective if some are sharded, in other places."""
         sharded = [isinstance(original, RowShardedTensor) for original in originals]
-        whole = [torch.empty(0, device="meta") if its else local_part(o) for its, o in zip(sharded, originals, strict=True)]
+        whole = [
+            torch.empty(0, device="meta") if its else local_part(o) for its, o in zip(sharded, originals, strict=True)
+        ]
         self._copy_rows(whole, flat)
         taken = [i for i, its in enumerate(sharded) if its]
         moves = [

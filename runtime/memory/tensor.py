@@ -37,6 +37,7 @@ from .averaged_gradient import AveragedGradient
 from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
 
 __all__ = [
+    "NOTED_VALUE",
     "Backing",
     "RowBox",
     "RowShardedTensor",
@@ -269,7 +270,9 @@ class RowShardedTensor(DTensor):
 
     def move_in(self, place: RowShardedTensor) -> None:
         """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
-        vars(self).update({name: vars(place)[name] for name in ("_local_tensor", "_spec", "split", "topology", "backing")})
+        vars(self).update(
+            {name: vars(place)[name] for name in ("_local_tensor", "_spec", "split", "topology", "backing")}
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
@@ -455,12 +458,6 @@ class RowShardedTensor(DTensor):
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks and cannot be pickled. "
-            "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
-        )
-
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the inner tensor to torch's tools.
 
@@ -507,6 +504,10 @@ class RowShardedTensor(DTensor):
             return out
 
 
+NOTED_VALUE = "mfsdp_value"
+"""Attribute of a parameter: digest of its whole value on this rank, to be compared with those of other ranks."""
+
+
 def is_homeless(param: Tensor) -> bool:
     """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
     return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
@@ -545,6 +546,9 @@ class UnreducedGradient(RowShardedTensor):
         refuse_unreduced(self.split.name)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        refuse_unreduced(self.split.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_unreduced(self.split.name)
 
     @classmethod

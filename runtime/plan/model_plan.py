@@ -75,7 +75,9 @@ class ModelPlan:
                 partitioner = expert if name in plan.expert_names else dense
                 is_sharded = isinstance(param, RowShardedTensor)
                 plan.partitions[name] = (
-                    param.split.partition if is_sharded else partitioner.of(name, param, [site.module for site in sites])
+                    param.split.partition
+                    if is_sharded
+                    else partitioner.of(name, param, [site.module for site in sites])
                 )
         plan._check_quantized(planner)
         plan._check_extensions(planner)
