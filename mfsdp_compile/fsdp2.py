@@ -493,7 +493,7 @@ class _Pending:
 
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["_parameters"]:
-            _sharded(self)
+            return getattr(_sharded(self), name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -602,7 +602,7 @@ def _shard(root: nn.Module) -> None:
     _check_requests(root, own, requests)
     compiled = _compiled(holder, [wrapper for request in requests for wrapper in request.wrappers])
     parts = _owners(holder)
-    settings = {module: vars(module)[_SETTINGS] for module in units if _SHARDED in vars(module)}
+    settings = {module: vars(module).get(_SETTINGS, {}) for module in units if _SHARDED in vars(module)}
     for part in parts:
         part.refuse_in_step("The model became a part of a larger one")
     for part in parts:

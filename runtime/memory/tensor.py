@@ -270,9 +270,8 @@ class RowShardedTensor(DTensor):
 
     def move_in(self, place: RowShardedTensor) -> None:
         """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
-        vars(self).update(
-            {name: vars(place)[name] for name in ("_local_tensor", "_spec", "split", "topology", "backing")}
-        )
+        for name in ("_local_tensor", "_spec", "split", "topology", "backing"):
+            setattr(self, name, getattr(place, name))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard

@@ -281,7 +281,7 @@ def _is_distributed_like(value: Any, param: Any) -> bool:
     return (
         isinstance(param, RowShardedTensor)
         and type(value) is DTensor
-        and any(isinstance(placement, compat.RowShard) for placement in value.placements)
+        and (value.shape, value.device_mesh, value.placements) == (param.shape, param.device_mesh, param.placements)
     )
 
 
