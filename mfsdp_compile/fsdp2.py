@@ -195,7 +195,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if isinstance(module, FSDPModule):
             raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}.")
-        if any(module is not (root := owner.module) and root not in set(module.modules()) for owner in _owners(module)):
+        inside = set(module.modules())
+        if any(unit not in inside for owner in _owners(module) for unit in _units_in(owner.module)):
             raise ValueError(
                 f"fully_shard was called on a {type(module).__name__} that is a part of a sharded model. Call it on all modules, "
                 "from the inside out, before anything uses the model."
@@ -584,6 +585,11 @@ def _owners(module: nn.Module) -> list[ShardedModel]:
     return list({id(owner): owner for inner in module.modules() if (owner := owner_of(inner)) is not None}.values())
 
 
+def _units_in(root: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that :func:`fully_shard` was called on."""
+    return [module for module in root.modules() if _REQUEST in vars(module)]
+
+
 def _sharded(module: Any) -> Any:
     """Shard the model that a module belongs to, if it is not sharded yet. Return the module."""
     if holders := [holder for holder in _pending if any(module is inner for inner in holder.modules())]:
@@ -597,12 +603,12 @@ def _shard(root: nn.Module) -> None:
     """Shard a model. Models inside, which were used before ``root`` was given to :func:`fully_shard`, become parts of it."""
     own: _Request = vars(root)[_REQUEST]
     holder = root if len(own.modules) == 1 else nn.ModuleList(own.modules)
-    units = [module for module in holder.modules() if _REQUEST in vars(module)]
+    units = _units_in(holder)
     requests = list(dict.fromkeys(vars(module)[_REQUEST] for module in units))
     _check_requests(root, own, requests)
     compiled = _compiled(holder, [wrapper for request in requests for wrapper in request.wrappers])
-    parts = _owners(holder)
-    settings = {module: vars(module).get(_SETTINGS, {}) for module in units if _SHARDED in vars(module)}
+    parts = list({id(state.model): state.model for module in units if (state := vars(module).get(_SHARDED))}.values())
+    settings = {module: vars(module).get(_SETTINGS, {}) for module in units}
     for part in parts:
         part.refuse_in_step("The model became a part of a larger one")
     for part in parts:
@@ -755,6 +761,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         AttributeError: The module has no such method.
     """
+    module = compat.uncompiled(module)
     if not hasattr(module, method_name):
         raise AttributeError(f"{type(module).__name__!r} has no method {method_name!r}")
     if not isinstance(module, FSDPModule):
