@@ -610,7 +610,7 @@ def _shard(root: nn.Module) -> None:
     parts = list({id(state.model): state.model for module in units if (state := vars(module).get(_SHARDED))}.values())
     settings = {module: vars(module).get(_SETTINGS, {}) for module in units}
     for part in parts:
-        part.refuse_in_step("The model became a part of a larger one")
+        part.check_dissolves()
     for part in parts:
         part.dissolve()
     for module in units:

@@ -151,21 +151,33 @@ class ShardedModel:
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
 
+    def check_dissolves(self) -> None:
+        """Raise if :meth:`dissolve` would lose something.
+
+        Raises:
+            RuntimeError: A step is in progress, or there are gradients.
+            NotImplementedError: A parameter gathers itself, or modules get it quantized.
+        """
+        self.refuse_in_step("The model became a part of a larger one")
+        for bucket in self.buckets:
+            name = bucket.plan.layout.slots[0].name
+            if bucket.has_gradients:
+                raise RuntimeError(
+                    f"Parameters like {name!r} have gradients from before their module became a part of a larger model, which "
+                    "would be lost. Use them, and call zero_grad(), before the larger model is used."
+                )
+            if bucket.plan.is_extension or bucket.plan.scaling:
+                raise NotImplementedError(
+                    f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, and it is "
+                    "gathered in its own form, which cannot be sharded again. Call fully_shard on all modules, from the "
+                    "inside out, before anything reads their parameters."
+                )
+
     def dissolve(self) -> None:
         """Let the model's modules be sharded again, as a part of a larger model, which takes over their parameters.
 
         Parameters stay the same objects, with the same rows, but are in no bucket until then.
-
-        Raises:
-            NotImplementedError: A parameter gathers itself, or modules get it quantized.
         """
-        for bucket in self.buckets:
-            if bucket.plan.is_extension or bucket.plan.scaling:
-                raise NotImplementedError(
-                    f"Parameter {bucket.plan.layout.slots[0].name!r} was sharded before the model that it is a part of, because "
-                    "something used it, and it is gathered in its own form, which cannot be sharded again. Call "
-                    "fully_shard on all modules, from the inside out, before anything reads their parameters."
-                )
         assert self.module is not None
         self.await_gathers()
         _models.discard(self)

@@ -182,7 +182,9 @@ def test_refused_between_calls() -> None:
     fsdp2.fully_shard(model[0])(mine(2, 8)).sum().backward()
     fsdp2.fully_shard(model)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="became a part of a larger one during a step"):
+        with pytest.raises(
+            RuntimeError, match="have gradients from before their module became a part of a larger model"
+        ):
             model(mine(2, 8))
     model[0].zero_grad()
     model(mine(2, 8))
@@ -236,7 +238,7 @@ def test_values_that_differ() -> None:
     model = made()
     list(model[0].parameters())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"differs from rank 0.*values of 0\.0\.weight.*check_values=False"):
+        with pytest.raises(RuntimeError, match=r"differs from rank 0.*values of 0\.\d\.\w+.*check_values=False"):
             model(torch.ones(2, 8))
     state = whole.state_dict()
     del state["1.2.bias"]
@@ -256,15 +258,14 @@ def test_values_that_differ() -> None:
 
 @on_ranks(2)
 def test_first_call_in_inference_mode() -> None:
-    """Training goes on with what inference mode has left."""
-
-    def in_mode(api: Any) -> Results:
-        model = three(api, lambda block: None)
-        with torch.inference_mode():
-            first = model(mine(4, WIDTH))
-        return [first.clone(), *steps(model, mine(4, WIDTH))]
-
-    same(in_mode)
+    """Training goes on with what inference mode has left, which FSDP2 refuses."""
+    torch.manual_seed(0)
+    expected = steps(three(fsdp, lambda block: None), mine(4, WIDTH))
+    torch.manual_seed(0)
+    model = three(fsdp2, lambda block: None)
+    with torch.inference_mode():
+        assert torch.equal(model(mine(4, WIDTH)).sum(), expected[0])
+    assert_same(steps(model, mine(4, WIDTH)), expected)
     for strategy, kwargs in ((3, {}), (1, {}), (0, {}), (3, {"fsdp_double_buffer": True})):
         torch.manual_seed(0)
         plain = mlp()
