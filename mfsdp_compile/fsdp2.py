@@ -147,7 +147,7 @@ def fully_shard(
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
         check_values: Whether the values of parameters must be equal on all ranks, as FSDP2 assumes. They are compared before
-            the first forward, except for parameters that ``load_state_dict`` has overwritten by then.
+            the first forward, except for parameters that have been overwritten by then, as by ``load_state_dict``.
 
     Returns:
         ``module``. Its class is a subclass of :class:`FSDPModule` and of its class.

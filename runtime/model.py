@@ -338,10 +338,9 @@ class ShardedModel:
 
     def _noted_values(self) -> list[str]:
         return [
-            f"values of {split.name}: {vars(param)[NOTED_VALUE]}"
+            f"values of {name}: {digest}"
             for bucket in self.buckets
-            for split, param in zip(bucket.splits, bucket.params, strict=True)
-            if NOTED_VALUE in vars(param)
+            for name, digest in sorted(bucket.params[0].backing.noted.items())
         ]
 
     def _missing_values(self) -> list[str]:
@@ -587,7 +586,7 @@ def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:
 def note_values(params: Iterable[nn.Parameter]) -> None:
     """Note digests of whole parameters, so that ranks can compare them when they hold only rows.
 
-    ``load_state_dict`` drops the notes of what it overwrites.
+    What is overwritten as a whole loses its note.
     """
     for param in params:
         if not param.is_meta and not isinstance(param, RowShardedTensor):

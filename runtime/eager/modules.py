@@ -35,7 +35,6 @@ from .. import compat
 from ..casts import Casts
 from ..memory.bucket import Home
 from ..memory.extension import FORM as EXTENSION
-from ..memory.tensor import NOTED_VALUE
 from ..plan.partition import Partition
 from .engine import Window
 
@@ -378,9 +377,6 @@ class _Sharded(nn.Module):
                         "keep their dtype. Leave assign out: values are then cast."
                     )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[arg-type]
-        for name in vars(self)[_HOMES]:
-            if prefix + name in state_dict:
-                vars(self._parameters[name]).pop(NOTED_VALUE, None)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` with modules of the classes that the user wrote.

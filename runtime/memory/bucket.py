@@ -39,6 +39,7 @@ from .extension import FORM, Extension, is_extended
 from .pickled import places
 from .redistribute import RowMove, move_rows, take_rows_of_part
 from .tensor import (
+    NOTED_VALUE,
     Backing,
     RowShardedTensor,
     RowSplit,
@@ -46,6 +47,7 @@ from .tensor import (
     contiguous_strides,
     is_homeless,
     mark_provisional,
+    noted_value,
 )
 
 if TYPE_CHECKING:
@@ -306,6 +308,8 @@ class Bucket:
         if self.extension is not None:
             self.extension = self.extension.around(views[0])
         backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        noted = zip(self.splits, map(noted_value, like), strict=True)
+        backing.noted.update((split.name, digest) for split, digest in noted if digest is not None)
         self.params = tuple(
             _parameter(RowShardedTensor.wrap(view, split, self.topology, backing=backing), original)
             for view, split, original in zip(views, self.splits, like, strict=True)
@@ -778,7 +782,7 @@ class Bucket:
 
 
 _HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", *_HOOKS}
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", NOTED_VALUE, *_HOOKS}
 
 
 def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:

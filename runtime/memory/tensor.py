@@ -16,6 +16,7 @@ that knows its rows. It handles an operator in one of four ways:
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ __all__ = [
     "contiguous_strides",
     "is_homeless",
     "like_rows",
+    "noted_value",
     "refuse_unreduced",
 ]
 
@@ -197,6 +199,14 @@ class Backing(tuple[Tensor, ...]):
 
     Copied rows have their own memory, so that copies of this object are empty.
     """
+
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
@@ -428,6 +438,7 @@ class RowShardedTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
+            self.backing.noted.pop(self.split.name, None)
             _before_write(self.backing)
         return [compat.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in self._boxes()]
 
@@ -504,7 +515,14 @@ class RowShardedTensor(DTensor):
 
 
 NOTED_VALUE = "mfsdp_value"
-"""Attribute of a parameter: digest of its whole value on this rank, to be compared with those of other ranks."""
+"""Attribute of an unsharded parameter: what :attr:`Backing.noted` has of it when it is sharded."""
+
+
+def noted_value(param: Tensor) -> str | None:
+    """Return the digest of a parameter's whole value, if one was noted."""
+    if isinstance(param, RowShardedTensor):
+        return param.backing.noted.get(param.split.name)
+    return vars(param).get(NOTED_VALUE)
 
 
 def is_homeless(param: Tensor) -> bool:
@@ -663,6 +681,14 @@ _ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._foreach_copy_.default,
+    aten._foreach_zero_.default,
+}
 _MASKED = {aten.index_put_.default, aten.index_put.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -812,6 +838,8 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
                     keep(leaf)
+                    if func in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
+                        leaf.backing.noted.pop(leaf.split.name, None)
                     written[id(leaf.backing)] = leaf.backing
     for backing in written.values():
         _before_write(backing)
