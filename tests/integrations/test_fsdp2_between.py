@@ -56,7 +56,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "values": lambda block: [param.detach().fill_(0.25) for param in block.parameters()],
     "load": lambda block: block.load_state_dict({n: p.detach().clone() for n, p in block.state_dict().items()}),
     "forward": lambda block: block(torch.ones(1, WIDTH)).detach(),
-    "divide": lambda block: (block.set_force_sum_reduction_for_comms(True), block.set_gradient_divide_factor(3.0)),
+    "divide": lambda block: (block.set_force_sum_reduction_for_comms(True), block.set_gradient_divide_factor(4.0)),
     "reshard": lambda block: block.set_reshard_after_forward(False),
     "no_sync": lambda block: block.set_requires_gradient_sync(True),
 }
