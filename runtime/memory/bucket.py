@@ -415,14 +415,17 @@ class Bucket:
             torch.empty(0, device="meta") if its else local_part(o) for its, o in zip(sharded, originals, strict=True)
         ]
         self._copy_rows(whole, flat)
-        taken = [i for i, its in enumerate(sharded) if its]
-        moves = [
-            RowMove(each._local_tensor, each.split, each.topology, self.splits[i], self.topology)  # type: ignore[attr-defined]
-            for i, each in ((i, originals[i]) for i in taken)
-        ]
+        moves = {
+            index: RowMove(each._local_tensor, each.split, each.topology, self.splits[index], self.topology)
+            for index, each in enumerate(originals)
+            if isinstance(each, RowShardedTensor)
+        }
+        away = [index for index, move in moves.items() if not move.is_nothing]
+        rows = {index: move.local for index, move in moves.items()}
+        rows |= zip(away, move_rows([moves[index] for index in away]), strict=True)
         views = self.views(flat)
-        for i, rows in zip(taken, move_rows(moves), strict=True):
-            views[i].copy_(rows)
+        for index, own in rows.items():
+            views[index].copy_(own)
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
         for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):

@@ -131,14 +131,11 @@ class RowMove:
 
 
 def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
-    """Return this rank's rows of each target, as contiguous copies unless no rank's rows move. A collective: every rank
-    passes the same moves."""
+    """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
     for number, move in enumerate(moves):
-        if move.is_nothing:
-            found[number] = move.local
-        elif (group := move.group) is None:
+        if (group := move.group) is None:
             found[number] = move.alone()
         else:
             together.setdefault((group.name, move.local.dtype, move.local.device), []).append(number)
