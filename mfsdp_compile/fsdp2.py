@@ -10,12 +10,16 @@
     optimizer = torch.optim.AdamW(model.parameters())
 
 One model is planned, checked and compiled as a whole, but FSDP2's calls come one by one and none says that it is the
-last. So a call only records what is asked for, and the model is sharded when it is used for the first time: when its
-parameters or its state dict are read, when it is moved, compiled or called. The outermost module that was given to
-``fully_shard`` is then the model. Until then, parameters are whole.
+last. So a call only records what is asked for, and the model is sharded when it is used for the first time: when a
+parameter of it or its state dict is read, when it is moved or called. The outermost module that was given to
+``fully_shard`` is then the model. Until then, parameters are whole. Whatever a program can see of them is sharded: each
+module that owns some has a class that shards the model when they are read (:class:`_Pending`).
 
-Modules that were compiled before (``layer.compile()``) are compiled with ``backend="mfsdp"`` instead, with the same
-settings: other backends do not know how to gather parameters.
+A module that is used before the model around it was given to ``fully_shard`` becomes a model of its own. The larger model
+dissolves it at its own first use and takes over its parameters, which stay the same objects (:func:`_shard`).
+
+Modules that are compiled (``layer.compile()``, ``torch.compile(layer)``) are compiled with ``backend="mfsdp"`` instead, with
+the same settings: other backends do not know how to gather parameters.
 
 What differs from FSDP2 is listed in docs/moving/fsdp2.md.
 """
@@ -178,7 +182,7 @@ def fully_shard(
         compat.register_fully_sharded(each)
         _wait(each)
     for wrapper in request.wrappers:
-        compat.before_compiled_call(wrapper, lambda inner=wrapper: _sharded(compat.uncompiled(inner)))
+        compat.before_compiled_call(wrapper, functools.partial(_sharded, compat.uncompiled(wrapper)))
     return module
 
 
@@ -533,9 +537,9 @@ class _Pending:
 
 @functools.cache
 def _class_of(cls: type[nn.Module], is_pending: bool, is_unit: bool) -> type[nn.Module]:
-    bases = (*([_Pending] if is_pending else []), *([FSDPModule] if is_unit else []), cls)
+    bases: list[type] = [*([_Pending] if is_pending else []), *([FSDPModule] if is_unit else []), cls]
     name, where = (f"FSDP{each}" if is_unit else each for each in (cls.__name__, cls.__qualname__))
-    return type(name, bases, {"__module__": cls.__module__, "__qualname__": where, "__doc__": cls.__doc__})
+    return type(name, tuple(bases), {"__module__": cls.__module__, "__qualname__": where, "__doc__": cls.__doc__})
 
 
 def _written(cls: type) -> type[nn.Module]:
