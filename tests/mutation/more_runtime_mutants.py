@@ -469,4 +469,33 @@ MORE_RUNTIME = (
         "False",
         ("ranks/test_lost_ranks.py -k save-1-exit",),
     ),
+    # -- models that become parts of larger ones ----------------------------------------------------------------------
+    Mutant(
+        "runtime/memory/redistribute.py",
+        "rows that lie elsewhere in the larger model stay where they are",
+        "            self.source.elements(shard) == self.target.elements(shard) for shard in shards",
+        "            bool(self.source) for shard in shards",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "mfsdp_compile/fsdp2.py",
+        "settings of a module end when a larger model takes it over",
+        "            getattr(module, name)(*args, **kwargs)",
+        "            pass",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "runtime/plan/references.py",
+        "a weight that is shared with a part that was used stays the unsharded one",
+        "                module._parameters[name] = successor",
+        "                pass",
+        ("integrations/test_fsdp2_between.py -k kinds_of_models",),
+    ),
+    Mutant(
+        "runtime/memory/tensor.py",
+        "overwritten values are compared",
+        "                        leaf.backing.noted.pop(leaf.split.name, None)",
+        "                        pass",
+        ("integrations/test_fsdp2_between.py -k values_that_differ",),
+    ),
 )
