@@ -77,7 +77,14 @@ def mfsdp(
                 "rank would train alone. Call fully_shard_model first.",
                 stacklevel=2,
             )
-        return _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
+        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
+
+        def run_alone(*args: Any) -> Any:
+            outputs = alone(*args)
+            GraphRun([], str(chosen)).watch_backward(outputs)
+            return outputs
+
+        return run_alone
 
     escaped = _escaped(gm, shells)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
