@@ -427,8 +427,8 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
-                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
+                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
                 "forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
