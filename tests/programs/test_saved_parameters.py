@@ -158,12 +158,12 @@ WHERE = ["root", "unit", "returned"]
 KEPT = ["whole", "view", "cast", "attribute"]
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_what_functions_save_is_there_in_their_backward() -> None:
     """Whatever ran in between: DPO and distillation run the model again before the first backward."""
     for where in WHERE:
         for keep in KEPT:
-            for frozen in (False, True):
+            for frozen in (False, True) if keep in ("whole", "attribute") else (False,):
                 model, alone = nets(frozen, where, keep)
                 for second in ("none", "no_grad", "grad"):
                     check(lambda m, x, s=second: distilled(s, m, x).backward(), model, alone)
@@ -183,7 +183,7 @@ def twice(model: Any, x: Tensor) -> None:
     b.backward()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_backwards_in_any_order() -> None:
     for where in WHERE:
         for keep in KEPT:
@@ -192,7 +192,7 @@ def test_backwards_in_any_order() -> None:
             check(twice, model, alone)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_what_checkpoints_and_hooks_of_others_keep() -> None:
     """Checkpoints keep their arguments; hooks that others have installed keep what they are given."""
     for where in ("root", "returned", "argument"):
@@ -207,7 +207,7 @@ def test_what_checkpoints_and_hooks_of_others_keep() -> None:
                 check(lambda m, x: distilled("grad", m, x).backward(), model, alone)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_step_between_forward_and_backward_is_found() -> None:
     """Wherever the weight was kept, and whether or not a forward runs after the step."""
     for where in WHERE:
@@ -224,7 +224,7 @@ def test_a_step_between_forward_and_backward_is_found() -> None:
             model(torch.ones(3, WIDTH)).sum().backward()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
     """From the first forward on: what autograd saves of it is gathered again."""
     for where in ("root", "unit"):
@@ -244,7 +244,7 @@ def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
         assert not eager._hooks_everywhere
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_parameter_of_an_earlier_forward_is_for_backwards() -> None:
     model, _ = nets(False, "root", "whole")
     kept = []
