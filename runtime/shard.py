@@ -321,6 +321,6 @@ def _shard_modules(root: nn.Module, eager: EagerRuntime, homes: Homes, casts: Ma
         own = homes.get(module, {})
         held = {home.bucket for home in own.values()}
         owns = tuple(bucket for bucket in root_buckets if bucket in held)
-        window = Window(eager, module, unit_of.get(module), owns, bool(own), is_root=module is root)
+        window = Window(eager, module, unit_of.get(module), owns, is_root=module is root)
         eager.add_window(window)
         shard_module(module, own, window, casts.get(module, Casts()))
