@@ -349,8 +349,8 @@ RUNTIME = (
     Mutant(
         "runtime/topology.py",
         "gradients of experts with outer ranks are not reduced",
-        "        if self.is_alone and self.outer is None and not keeps_whole:",
-        "        if self.inner.size == 1 and not keeps_whole:",
+        "        if self.outer is not None:\n            stages.append(",
+        "        if self.outer is not None and self.inner.size > 1:\n            stages.append(",
         (f"{EXPERTS} alone_have_no",),
     ),
     # -- rows ---------------------------------------------------------------------------------------------------------
