@@ -190,7 +190,9 @@ def _agree_on_plan(
         )
         own = options.experts() if options.experts is not None else None
         if own is not None:
-            own = replace(own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects))
+            own = replace(
+                own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects)
+            )
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,

@@ -143,7 +143,9 @@ class BucketPlan:
             self.form,
         )
         if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
-            return exchange._replace(gather_group="").with_buffers(NO_BUFFERS, self.gradient_buffers)  # used from the shard
+            return exchange._replace(gather_group="").with_buffers(
+                NO_BUFFERS, self.gradient_buffers
+            )  # used from the shard
         if self.offload is None:
             return exchange
         return exchange._replace(

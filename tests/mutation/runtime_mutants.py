@@ -353,6 +353,20 @@ RUNTIME = (
         "        if self.outer is not None and self.inner.size > 1:\n            stages.append(",
         (f"{EXPERTS} alone_have_no",),
     ),
+    Mutant(
+        "runtime/topology.py",
+        "reductions over one rank",
+        "if s.group.size > 1 or s is deferring or self.inspects)",
+        "if True)",
+        ("runtime/test_one_rank.py",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "gathers over one rank in compiled code",
+        "        if exchange.gather_size == 1 and not (",
+        "        if exchange.gather_size == 0 and not (",
+        ("runtime/test_one_rank.py",),
+    ),
     # -- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/redistribute.py",
