@@ -135,8 +135,8 @@ RUNTIME = (
     Mutant(
         "runtime/exchange.py",
         "gradients that wait for a reduction stay in a communication buffer",
-        "        if self.needs_token:",
-        "        if False:",
+        "        if self.needs_token or not self.groups:",
+        "        if not self.groups:",
         ("programs/test_comm_buffers.py -k test_every_strategy",),
     ),
     Mutant(
