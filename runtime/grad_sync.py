@@ -248,6 +248,8 @@ class GradSync:
         if self._conduct.steps == 0:
             self._conduct.note("checks before the first step")
             step_checks.check_first_step(buffers(), self._buckets, reduced, self._conduct.members.group)
+        if self.in_backward:  # an optimizer that steps in backward: the other gradients are still to come
+            return
         if (missing := step_checks.missing(self._buckets, reduced)) is not None and missing not in self._warned:
             self._warned.add(missing)
             warnings.warn(
