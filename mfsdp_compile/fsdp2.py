@@ -37,6 +37,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Shard
@@ -64,6 +65,14 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the names of FSDP2 that only newer versions of torch have."""
+    if name in ("DataParallelMeshDims", "GradientReductionHandle"):
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _REQUEST = "_mfsdp_request"
 _SHARDED = "_mfsdp_fsdp2"

@@ -115,6 +115,7 @@ def shard_model(
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
     initializer = options.from_meta if meta.has_meta(module) else None
+    topology = replace(topology, inspects=options.gradient_policy.report_nan)
     communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
@@ -189,8 +190,10 @@ def _agree_on_plan(
             options.ignored,
         )
         own = options.experts() if options.experts is not None else None
-        if own is not None and not options.gradient_policy.report_nan:  # a reduction's start inspects gradients
-            own = replace(own, topology=replace(own.topology, skips_itself=True))
+        if own is not None:
+            own = replace(
+                own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects)
+            )
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,

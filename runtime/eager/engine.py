@@ -833,6 +833,8 @@ class EagerRuntime:
             if capacity:
                 enter_pool(self.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            if not bucket.exchange.gather_group:  # one rank
+                return shard.to(bucket.exchange.sent_dtype, copy=True)
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def _gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> _Gathered:

@@ -153,6 +153,10 @@ class BucketPlan:
             self.scaling,
             self.form,
         )
+        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
+            return exchange._replace(gather_group="").with_buffers(
+                NO_BUFFERS, self.gradient_buffers
+            )  # used from the shard
         if self.offload is None:
             return exchange
         return exchange._replace(
@@ -512,8 +516,11 @@ class Bucket:
                 plane.copy_(quantize.from_records(gathered))
         elif self.quantized is None or self.plan.stays_quantized:
             shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
-            compat.all_gather_out(shard, group.size, group.name, out=resident)
-            self._resident_awaited = False
+            if group.size == 1:
+                resident.copy_(shard)
+            else:
+                compat.all_gather_out(shard, group.size, group.name, out=resident)
+            self._resident_awaited = group.size == 1
         else:  # dequantized here, because graphs take residents as they are
             gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
             resident.copy_(self.dequantized(gathered))

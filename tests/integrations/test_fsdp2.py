@@ -323,8 +323,22 @@ def test_without_gradient_sync() -> None:
     call = torch.compile(compiled, backend="mfsdp", options={"inner": "aot_eager"})
     assert expected == train(compiled, call, micro=micro(compiled), count=3)
     torch.compiler.reset()
-    with pytest.raises(ValueError, match="for the model as a whole"):
-        ours.layers[0].set_requires_gradient_sync(False)
+    by_module = by_block(fsdp2)
+    modules = [module for module in by_module.modules() if isinstance(module, fsdp2.FSDPModule)]
+
+    def each(number: int) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(number == 2, recurse=False)
+
+    assert expected == train(by_module, micro=each, count=3)
+    by_module.layers[0].set_requires_gradient_sync(False)
+    with pytest.raises(
+        RuntimeError, match=r"Gradients of the model's own parameters .* and those of 'layers\.0' are not"
+    ):
+        by_module(torch.randn(6, 8)).sum().backward()
+    by_module.layers[0].set_requires_gradient_sync(True)
+    by_module.zero_grad()
+    by_module(torch.randn(6, 8)).sum().backward()
 
 
 @on_ranks(4)

@@ -135,8 +135,8 @@ RUNTIME = (
     Mutant(
         "runtime/exchange.py",
         "gradients that wait for a reduction stay in a communication buffer",
-        "        if self.needs_token:",
-        "        if False:",
+        "        if self.needs_token or not self.groups:",
+        "        if not self.groups:",
         ("programs/test_comm_buffers.py -k test_every_strategy",),
     ),
     Mutant(
@@ -349,9 +349,23 @@ RUNTIME = (
     Mutant(
         "runtime/topology.py",
         "gradients of experts with outer ranks are not reduced",
-        "        if self.is_alone and self.outer is None and not keeps_whole:",
-        "        if self.inner.size == 1 and not keeps_whole:",
+        "        if self.outer is not None:\n            stages.append(",
+        "        if self.outer is not None and self.inner.size > 1:\n            stages.append(",
         (f"{EXPERTS} alone_have_no",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "reductions over one rank",
+        "if s.group.size > 1 or s is deferring or self.inspects)",
+        "if True)",
+        ("runtime/test_one_rank.py",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "gathers over one rank in compiled code",
+        "        if exchange.gather_size == 1 and not (",
+        "        if exchange.gather_size == 0 and not (",
+        ("runtime/test_one_rank.py",),
     ),
     # -- rows ---------------------------------------------------------------------------------------------------------
     Mutant(

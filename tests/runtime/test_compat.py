@@ -465,6 +465,15 @@ def test_tensors_have_values_in_the_middle_of_a_plan() -> None:
         assert total() == 6
 
 
+def test_torch_knows_fully_sharded_modules() -> None:
+    from torch.distributed._composable.replicate import _is_fully_sharded
+
+    module = nn.Linear(2, 2)
+    assert not _is_fully_sharded(module)
+    compat.register_fully_sharded(module)
+    assert _is_fully_sharded(module)
+
+
 @pytest.mark.usefixtures("fake_world")
 def test_process_groups_are_known_by_name() -> None:
     assert compat.known_groups() == {dist.group.WORLD.group_name: [0, 1, 2, 3]}
