@@ -69,6 +69,7 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
+    compat.guard_on_hooks()
     shells = find_shells(gm)
     if not shells:
         if not ShardedModel.any_exists():
