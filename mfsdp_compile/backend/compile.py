@@ -462,6 +462,8 @@ def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target is torch.view_as_complex:
+            node = node.args[0]
         if isinstance(node, fx.Node) and node.target in MARKERS:
             home = shells[placeholders.index(node.args[0])]
             found[position] = home.bucket.splits[home.index].name
