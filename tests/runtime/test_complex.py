@@ -29,12 +29,12 @@ class SpectralBlock(nn.Module):
         self.weight = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH, MODES, dtype=torch.complex64))
         self.bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
         self.gain = nn.Parameter(torch.randn((), dtype=torch.complex64))
-        self.beside = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.beside = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         modes = torch.fft.rfft(x)[..., :MODES]
         mixed = torch.einsum("bix,iox->box", modes, self.weight) + self.bias[:, None] * self.gain
-        return torch.tanh(torch.fft.irfft(mixed, n=x.shape[-1]) + self.beside(x))
+        return torch.tanh(torch.fft.irfft(mixed, n=x.shape[-1]) + self.beside(x.mT).mT)
 
 
 class Fno(nn.Module):
