@@ -84,7 +84,12 @@ def graph_break(message: str) -> Exception:
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
 
 
-_GLOBAL_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks", "_global_forward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
 """Hooks of all modules of the process, in ``torch.nn.modules.module``."""
 
 

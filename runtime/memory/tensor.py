@@ -506,7 +506,7 @@ class RowShardedTensor(DTensor):
                     return func(*args, **(kwargs or {}))
                 with _RowShardedMode():
                     out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.grad_fn is not None:
+            if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
 

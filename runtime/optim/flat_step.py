@@ -258,14 +258,10 @@ def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
     shard = bucket.elements(bucket.flat.detach())
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:
-        return _AdjacentParams(
-            bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False
-        )
+        return _AdjacentParams(bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False)
     later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
     start, stop = held[0].start, min([*later, shard.numel()])
-    return _AdjacentParams(
-        bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True
-    )
+    return _AdjacentParams(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
 
 
 def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:

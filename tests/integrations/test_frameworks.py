@@ -5,6 +5,7 @@ Each test needs the library of its name, and is skipped without it.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import full_state_dict
+
+
+def needs(*libraries: str) -> Any:
+    """Mark a test that is skipped where these are not installed."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def train_both(
@@ -48,10 +55,12 @@ def train_both(
 # -- diffusers --------------------------------------------------------------------------------------------------------
 
 
+@needs("diffusers")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=300)
 def test_diffusers_unet(mode: str) -> None:
-    diffusers = pytest.importorskip("diffusers")
+    import diffusers
+
     noise = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(7))
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=20)
 
@@ -80,11 +89,12 @@ def test_diffusers_unet(mode: str) -> None:
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
+@needs("lightning")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=120)
 def test_lightning_module(mode: str) -> None:
     """A LightningModule in a loop of one's own. Its training_step runs in the window of the model."""
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
 
     class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -120,11 +130,11 @@ def test_lightning_module(mode: str) -> None:
 # -- policy gradients -------------------------------------------------------------------------------------------------
 
 
+@needs("transformers")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=240)
 def test_generate_then_train_on_it(mode: str) -> None:
     """As GRPO does: sample with the sharded model, score, and follow the gradient of the samples' likelihood."""
-    pytest.importorskip("transformers")
     from mfsdp_compile.examples import hf_trainer
 
     torch.compiler.reset()
@@ -173,18 +183,17 @@ def _tokenizer() -> Any:
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(20))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+@needs("trl", "datasets", "tokenizers")
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2, timeout=400)
 def test_trl_dpo(compiled: bool) -> None:
     """TRL's DPOTrainer trains as it does with DDP."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    pytest.importorskip("trl.trainer.dpo_trainer")
+    import datasets
+    import trl
     from test_trainers import trainers
 
     from mfsdp_compile.examples import hf_trainer

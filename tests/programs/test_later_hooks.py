@@ -24,7 +24,9 @@ HOOKS: dict[str, Register] = {
     "forward hook of a module without parameters": lambda model, hook: model.still.register_forward_hook(hook),
     "forward pre-hook of the model": lambda model, hook: model.register_forward_pre_hook(hook),
     "backward hook of a unit": lambda model, hook: model.blocks[0].register_full_backward_hook(hook),
-    "backward pre-hook of a module inside": lambda model, hook: model.blocks[0].up.register_full_backward_pre_hook(hook),
+    "backward pre-hook of a module inside": lambda model, hook: model.blocks[0].up.register_full_backward_pre_hook(
+        hook
+    ),
     "hook of a parameter": lambda model, hook: model.head.weight.register_hook(hook),
     "hook after accumulation": lambda model, hook: model.head.weight.register_post_accumulate_grad_hook(hook),
 }

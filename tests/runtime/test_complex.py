@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import mfsdp_compile.fsdp2 as face
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+from mfsdp_compile.runtime import compat
 
 WIDTH, MODES, LENGTH = 4, 5, 16
 
@@ -71,9 +72,11 @@ def small() -> nn.Module:
 def test_training_is_that_of_one_process(strategy: str) -> None:
     options: dict[str, Any] = {"sharding": {"zero_dp_strategy": strategy}}
     run = parity.train_sharded(Fno, EAGER, batches(), **options)
-    parity.assert_close(run, parity.train_alone(Fno, batches()))
+    alone = parity.train_alone(Fno, batches())
+    parity.assert_close(run, alone)
     assert run.params["head"].dtype == run.gradients[0]["blocks.0.gain"].dtype == torch.complex64
-    parity.assert_bitwise(run, parity.train_sharded(Fno, AOT_EAGER, batches(), **options))
+    # Not to the bit: where the partition recomputes, gradients of biases are sums over memory of another layout.
+    parity.assert_close(parity.train_sharded(Fno, AOT_EAGER, batches(), **options), alone)
 
 
 @on_ranks(2, timeout=120)
@@ -163,10 +166,18 @@ def test_parameters_between_steps() -> None:
         torch.manual_seed(3)
         nn.init.normal_(its)
         assert torch.equal(mine.full_tensor(), its)
-    penalty = [sum(p.abs().square().sum() for p in its.parameters()) for its in (sharded, alone)]
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch 2.13 and newer")
+@on_ranks(2, timeout=120)
+def test_a_penalty_between_steps() -> None:
+    """Its gradient is the mean over ranks, also through a complex sum."""
+    alone = parity.build(Fno)
+    sharded = fully_shard_model(parity.build(Fno), fsdp_unit_modules=[SpectralBlock])
+    penalty = [sum(p.abs().square().sum() + p.sum().abs() for p in its.parameters()) for its in (sharded, alone)]
     parity.close("penalty", *penalty)
-    for each in penalty:
-        each.backward()
+    (penalty[0] * (1 + dist.get_rank())).backward()  # the mean over ranks
+    (penalty[1] * 1.5).backward()
     for mine, its in zip(sharded.parameters(), alone.parameters(), strict=True):
         parity.close("gradient of the penalty", mine.grad.full_tensor(), its.grad)
 
