@@ -145,8 +145,8 @@ def _sharded_class(
     casts: Casts,
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {
-        name: _parameter_property(cls, name, *how)
-        for name, *how in zip(attributes, partitions, scalings, are_complex, strict=True)
+        name: _parameter_property(cls, name, partition, scaling, is_complex)
+        for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
     }
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
     namespace[_CASTS] = casts
