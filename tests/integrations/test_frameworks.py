@@ -1,4 +1,4 @@
-"""Programs of other frameworks over sharded models: TRL, Lightning, diffusers, and policy gradients with generation.
+"""Programs of other frameworks over sharded models: Lightning, diffusers, and policy gradients with generation.
 
 Each test needs the library of its name, and is skipped without it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import parity
@@ -15,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, EAGER
-from pool import on_ranks, shared_folder
+from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.checkpoint import full_state_dict
 
 
 def needs(*libraries: str) -> Any:
@@ -171,72 +169,3 @@ def test_generate_then_train_on_it(mode: str) -> None:
             each.zero_grad()
     for (name, mine), whole in zip(model.module.named_parameters(), alone.parameters(), strict=True):
         parity.close(name, mine.full_tensor(), whole, 1e-4)
-
-
-# -- TRL --------------------------------------------------------------------------------------------------------------
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(20))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-@needs("trl", "datasets", "tokenizers")
-@pytest.mark.long
-@pytest.mark.parametrize("compiled", [False, True])
-@on_ranks(2, timeout=400)
-def test_trl_dpo(compiled: bool) -> None:
-    """TRL's DPOTrainer trains as it does with DDP."""
-    import datasets
-    import trl
-    from test_trainers import trainers
-
-    from mfsdp_compile.examples import hf_trainer
-    from mfsdp_compile.integrations.transformers import MfsdpTrainerMixin, ShardingArguments
-
-    class Dpo(MfsdpTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    rows = [{"prompt": f"{i} {i + 1}", "chosen": f"{i + 2} {i + 3}", "rejected": f"{i} {i}"} for i in range(12)]
-    folder = Path(shared_folder())
-
-    def train(cls: Any, **more: Any) -> tuple[list[float], Any]:
-        arguments = trl.DPOConfig(
-            str(folder),
-            per_device_train_batch_size=2,
-            max_steps=3,
-            learning_rate=1e-2,
-            optim="sgd",
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-        )
-        trainer = cls(
-            model=parity.build(hf_trainer.build),
-            ref_model=parity.build(hf_trainer.build),
-            args=arguments,
-            processing_class=_tokenizer(),
-            train_dataset=datasets.Dataset.from_list(rows),
-            **more,
-        )
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
-
-    with trainers():
-        expected, plain = train(trl.DPOTrainer)
-    with trainers():
-        sharding = ShardingArguments(compile=compiled, compile_options={"inner": AOT_EAGER} if compiled else {})
-        losses, sharded = train(Dpo, sharding=sharding)
-    assert losses == pytest.approx(expected, rel=1e-4)
-    weights = full_state_dict(sharded.sharded, rank=None)
-    for name, its in plain.accelerator.unwrap_model(plain.model).state_dict().items():
-        parity.close(name, weights[name], its, 1e-4)

@@ -455,26 +455,4 @@ MORE_RUNTIME = (
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
     ),
-    # -- hooks, and complex parameters --------------------------------------------------------------------------------
-    Mutant(
-        "runtime/compat/dynamo.py",
-        "hooks that are registered after the first call do not run in compiled code",
-        "guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT",
-        "False",
-        ("programs/test_later_hooks.py -k test_hooks_run",),
-    ),
-    Mutant(
-        "runtime/eager/engine.py",
-        "autograd saves a lazy conjugate as a view of memory that does not hold its values",
-        "(tensor.is_conj() or tensor.is_neg())",
-        "False",
-        ("runtime/test_complex.py -k conjugates",),
-    ),
-    Mutant(
-        "runtime/memory/tensor.py",
-        "the gradient of a complex sum over a parameter is not averaged",
-        "if not (result.is_floating_point() or result.is_complex()):",
-        "if not result.is_floating_point():",
-        ("runtime/test_complex.py -k penalty",),
-    ),
 )
