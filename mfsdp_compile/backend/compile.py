@@ -69,6 +69,7 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
+    compat.guard_on_hooks()
     shells = find_shells(gm)
     if not shells:
         if not ShardedModel.any_exists():
@@ -469,6 +470,8 @@ def _escaped(gm: fx.GraphModule) -> dict[int, int]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target is torch.view_as_complex:
+            node = node.args[0]
         if isinstance(node, fx.Node) and node.target in MARKERS:
             found[position] = placeholders.index(node.args[0])
     return found

@@ -46,6 +46,7 @@ __all__ = [
     "graph_argument",
     "graph_break",
     "graph_break_reasons",
+    "guard_on_hooks",
     "inner_exception",
     "is_dynamo_disabled",
     "is_fake",
@@ -86,6 +87,33 @@ def graph_break(message: str) -> Exception:
     from torch._dynamo.exc import Unsupported
 
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
+
+
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
+"""Hooks of all modules of the process, in ``torch.nn.modules.module``."""
+
+
+def guard_on_hooks() -> None:
+    """Have the code that is being compiled compiled again when hooks of its modules are registered or removed.
+
+    By default, Dynamo does not guard on modules that have no hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``):
+    hooks that are registered after the first call would not run. To be called by a backend.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    assumed = []
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        source = guard.originating_source
+        is_global = isinstance(source, AttrSource) and source.member in _GLOBAL_HOOKS
+        if is_global or guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
+            assumed.append(source)
+    install_guard(*(source.make_guard(GuardBuilder.SEQUENCE_LENGTH) for source in assumed))
 
 
 def dynamo_traces() -> bool:

@@ -68,6 +68,7 @@ from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
+from ..memory.redistribute import as_real
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
 from ..ranks.conduct import Announcement
@@ -1028,7 +1029,10 @@ class EagerRuntime:
         leaf = (
             made.leaf_of(tensor) if bucket is not None and (made := self._gathered[bucket].made) is not None else None
         )
-        has_dtype = bucket is not None and tensor.dtype in (bucket.plan.held_dtype, quantize.DTYPE)
+        if bucket is not None and (tensor.is_conj() or tensor.is_neg()):  # the memory does not hold the values
+            bucket, tensor = None, tensor.resolve_conj().resolve_neg()
+        own = () if bucket is None else (bucket.plan.held_dtype, quantize.DTYPE, bucket.plan.given_dtype)
+        has_dtype = tensor.dtype in own
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
@@ -1425,4 +1429,5 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
+        # Anchors of complex parameters are real.
+        return None, *(as_real(gradient) if gradient is not None else None for gradient in gradients)

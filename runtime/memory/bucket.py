@@ -77,7 +77,8 @@ class BucketPlan:
         name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
         unit: Name of the unit.
         layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded.
+        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
+            holds pairs of real numbers.
         compute_dtype: Dtype of the gathered parameters.
         main_dtype: Dtype of the shard, its gradients and the optimizer's state.
         requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
@@ -133,6 +134,11 @@ class BucketPlan:
         """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
         reshard = self.reshard_after_forward
         return reshard if reshard is not None and not isinstance(reshard, bool) else 0
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its parameters are complex."""
+        return self.model_dtype.is_complex
 
     @property
     def grad_attribute(self) -> str:
@@ -194,6 +200,11 @@ class BucketPlan:
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """Dtype of the parameters that modules get, if they are ordinary tensors."""
+        return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -268,7 +279,10 @@ class Bucket:
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
-        self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
+        self._whole_places = tuple(
+            FlatRange.at(slot.offset // self._width, math.prod(slot.param_shape), slot.param_shape)
+            for slot in layout.slots
+        )
         flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_all(originals, flat)
         places.add(self)
@@ -321,8 +335,8 @@ class Bucket:
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
         self.shells = tuple(
-            _shell(split.part_shape, plan.compute_dtype, self.device, original.requires_grad)
-            for split, original in zip(self.splits, like, strict=True)
+            _shell(slot.shape, plan.compute_dtype, self.device, original.requires_grad)
+            for slot, original in zip(plan.layout.slots, like, strict=True)
         )
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
@@ -399,9 +413,14 @@ class Bucket:
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
 
+    @property
+    def _width(self) -> int:
+        """Elements of the bucket in one element of its parameters."""
+        return 1 + self.plan.is_complex
+
     def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
-        start = layout.shard_offset(index, self.topology.shard)
+        start = layout.shard_offset(index, self.topology.shard) // self._width
         numel = len(self.splits[index].elements(self.topology.shard))
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
@@ -436,8 +455,15 @@ class Bucket:
             if split.rows(self.topology.shard) and not part.is_meta:
                 view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
+    def elements(self, flat: Tensor) -> Tensor:
+        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
+        if not self.plan.is_complex or flat.is_complex():
+            return flat
+        return torch.view_as_complex(flat.view(-1, 2))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
+        flat = self.elements(flat)
         first = flat.storage_offset()
         # One operator per view; a slice with a view of it would be two, at every step.
         return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
@@ -445,10 +471,12 @@ class Bucket:
     def whole_view(self, full: Tensor, index: int) -> Tensor:
         """View of a parameter in the gathered bucket, ``[numel]``."""
         start, _, shape, strides = self._whole_places[index]
+        full = self.elements(full)
         return full.as_strided(shape, strides, full.storage_offset() + start)
 
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """Like :meth:`views`, as DTensors."""
+        flat = self.elements(flat)
         specs = self._specs.get(flat.dtype)
         if specs is None:
             specs = self._specs[flat.dtype] = [
@@ -685,7 +713,7 @@ class Bucket:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
-        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]
+        return [self.whole_view(whole, index) for index in range(len(self.params))]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from ..plan.partition import Partition, whole_tensor
 from ..topology import Group, Topology
 from . import host
 from .averaged_gradient import AveragedGradient
-from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
+from .redistribute import RowMove, all_gather_rows, as_real, move_rows, same_ranks, take_broadcast_rows, take_rows
 
 __all__ = [
     "NOTED_VALUE",
@@ -63,11 +63,13 @@ class RowSplit:
         index: Index of the parameter.
         partition: How the parameter was already divided, if the bucket holds only a part of it. None: the bucket holds
             all of it.
+        as_pairs: Whether this is ``torch.view_as_real`` of the parameter, which is complex.
     """
 
     layout: BucketLayout
     index: int
     partition: Partition | None = None
+    as_pairs: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
         return self
@@ -79,17 +81,22 @@ class RowSplit:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        return self.part_shape if self.partition is None else self.partition.shape
+        if self.partition is None:
+            return self.part_shape
+        return (*self.partition.shape, 2) if self.as_pairs else self.partition.shape
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part that the bucket holds."""
-        return self.layout.slots[self.index].shape
+        slot = self.layout.slots[self.index]
+        return slot.shape if self.as_pairs else slot.param_shape
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where this part begins in the whole parameter, by dimension."""
-        return (0,) * len(self.shape) if self.partition is None else self.partition.offsets
+        if self.partition is None:
+            return (0,) * len(self.shape)
+        return (*self.partition.offsets, 0) if self.as_pairs else self.partition.offsets
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -125,7 +132,7 @@ class RowSplit:
 
     def elements(self, rank: int) -> range:
         """Return the elements of ``rank``, counted in the part that the bucket holds."""
-        rows, row_numel = self.rows(rank), self.layout.slots[self.index].row_numel
+        rows, row_numel = self.rows(rank), math.prod(self.part_shape[self.row_dims :])
         return range(rows.start * row_numel, rows.stop * row_numel)
 
     def placement(self, rank: int) -> compat.RowShard:
@@ -151,8 +158,8 @@ class RowSplit:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of what ``rank`` holds. A scalar's owner holds a scalar, other ranks an empty vector."""
         count = len(self.rows(rank))
-        if not self.shape:
-            return () if count else (0,)
+        if not self.layout.slots[self.index].param_shape:
+            return (*(() if count else (0,)), *self.part_shape)
         return (count, *self.part_shape[self.row_dims :])
 
 
@@ -300,6 +307,8 @@ class RowShardedTensor(DTensor):
         Args:
             what: Description of the result, for error messages on ranks that do something else.
         """
+        if value.is_complex():
+            return torch.view_as_complex(self.over_pieces(as_real(value), op, what))
         self.topology.announce(what or f"a {op} over {self.split.name!r}", self.split.name)
         home = value.device
         value = self.topology.sum(self.topology.on_device(value), op)
@@ -509,7 +518,7 @@ class RowShardedTensor(DTensor):
                     return func(*args, **(kwargs or {}))
                 with _RowShardedMode():
                     out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.grad_fn is not None:
+            if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
 
@@ -612,6 +621,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.pointwise in func.tags or func in _ROW_LOCAL or _is_foreach_pointwise(func):
         return _row_local(func, args, kwargs)
+    if func in _PAIRS and args[0].split.as_pairs is not _PAIRS[func]:
+        split = replace(args[0].split, as_pairs=_PAIRS[func])
+        return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
     if func in _MASKED and _is_mask_of(args[1], args[0]):
         return _row_local(func, args, kwargs)
     if func in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(args[0].shape):
@@ -679,6 +691,7 @@ _ROW_LOCAL = {
 }
 _ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
+_PAIRS = {aten.view_as_real.default: True, aten.view_as_complex.default: False}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
 _OVERWRITES = {
@@ -962,10 +975,11 @@ def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     wide = local if local.dtype.itemsize >= 4 else local.float()
     count = _count(tensor)
     mean = tensor.over_pieces(wide.sum(), "sum") / count
-    squares = tensor.over_pieces((wide - mean).square().sum(), "sum")
+    deviation = wide - mean
+    squares = tensor.over_pieces((deviation.abs() if deviation.is_complex() else deviation).square().sum(), "sum")
     correction = 1 if named["correction"] is None else named["correction"]
     value = squares / max(count - correction, 0)
-    value = _shaped(value.sqrt() if "std" in name else value, tensor, named).to(local.dtype)
+    value = _shaped(value.sqrt() if "std" in name else value, tensor, named).to(local.dtype.to_real())
     return (value, _shaped(mean, tensor, named).to(local.dtype)) if "mean" in name else value
 
 
@@ -1065,7 +1079,7 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
     for tensor in tensors:
         local = tensor._local_tensor
         if not local.numel():  # vector_norm raises for empty tensors and some orders; zeros contribute nothing to any
-            locals_.append(torch.zeros((), dtype=dtype or local.dtype, device=local.device))
+            locals_.append(torch.zeros((), dtype=(dtype or local.dtype).to_real(), device=local.device))
         elif ord in (float("inf"), float("-inf")):
             locals_.append(torch.linalg.vector_norm(local, ord, dtype=dtype))
         elif ord > 0:
@@ -1113,7 +1127,9 @@ def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
         return result
     if isinstance(result, (list, tuple)):
         return type(result)(_averaged(each, args) for each in result)
-    if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor) or not result.is_floating_point():
+    if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor):
+        return result
+    if not (result.is_floating_point() or result.is_complex()):
         return result
     groups = [group for group in (tensors[0].topology.every, *tensors[0].split.groups) if group.size > 1]
     return result if not groups else AveragedGradient.of(result, groups, tensors[0].split.name)

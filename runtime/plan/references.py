@@ -269,5 +269,5 @@ def retire(original: Tensor, name: str, successor: Tensor) -> None:
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() else 0
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -604,8 +604,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "whole parameters of one rank are views of its shard",
-        "            whole = whole.clone()\n        return [whole[slot",
-        "            pass\n        return [whole[slot",
+        "            whole = whole.clone()\n        return [self.whole_view",
+        "            pass\n        return [self.whole_view",
         ("checkpoint/test_checkpoint.py -k full", "runtime/test_whole.py", "runtime/test_strategies.py -k whole"),
     ),
     Mutant(
@@ -626,7 +626,7 @@ RUNTIME = (
     Mutant(
         "runtime/optim/flat_step.py",
         "padding up to the next parameter is not in the run",
-        "    start, stop = held[0].start, min([*later, bucket.flat.numel()])",
+        "    start, stop = held[0].start, min([*later, shard.numel()])",
         "    start, stop = held[0].start, held[-1].stop",
         ("runtime/test_optimizer.py -k flat_steps_see",),
     ),

@@ -80,6 +80,33 @@ def test_what_a_backward_does_with_gradients_is_known() -> None:
     assert wanted == [kinds.NOT, kinds.NOT, kinds.RETURNED, kinds.ADDED]
 
 
+def test_guards_on_hooks_have_code_compiled_again() -> None:
+    """Of modules and of all modules, when they come and when they go."""
+    compiled: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        compat.guard_on_hooks()
+        compiled.append(1)
+        return gm.forward
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    torch.compiler.reset()
+    call, x = torch.compile(lambda x: model(x), backend=backend), torch.ones(1, 2)
+    handles: list[Any] = []
+    counts = []
+    for change in (
+        lambda: None,
+        lambda: handles.append(model[1].register_forward_hook(lambda *_: None)),
+        lambda: handles.pop().remove(),
+        lambda: handles.append(nn.modules.module.register_module_forward_pre_hook(lambda *_: None)),
+        lambda: handles.pop().remove(),
+    ):
+        change()
+        call(x)
+        counts.append(len(compiled))
+    assert counts == [1, 2, 2, 3, 3]
+
+
 def test_hooks_that_count_tensors_are_known() -> None:
     tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
     tensors[0].register_hook(lambda gradient: None)
