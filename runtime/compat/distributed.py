@@ -42,6 +42,7 @@ __all__ = [
     "all_to_all_autograd",
     "collectives_started",
     "configured_options",
+    "count_again",
     "device_type",
     "device_types",
     "fake_process_group",
@@ -134,6 +135,11 @@ def collectives_started(group: dist.ProcessGroup) -> int:
 
 _counted_by_backend: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 """The backends that count their collectives, for groups that do not. Asking the others raises, which takes long."""
+
+
+def count_again(group: dist.ProcessGroup) -> None:
+    """Count the collectives of a group from now on by the backends that it has now."""
+    _counted_by_backend.pop(group, None)
 
 
 def _counting_backends(group: dist.ProcessGroup) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What gloo needs: two overridden kernels on the CPU, and connections that are broken on purpose."""
+"""What gloo needs: two overridden kernels on the CPU, and connections that are broken on purpose and made again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +17,67 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.distributed.distributed_c10d import _world
 
-from .distributed import all_gather_out, wait_tensor
+from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = ["break_connections", "on_failed_waits"]
+__all__ = ["break_connections", "on_failed_waits", "reconnect"]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
     """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
 
-    The group cannot be used any more. Gloo cannot abort a wait (its ``abort()`` does nothing), but it notices closed
-    connections. The group's store holds the addresses that its ranks published for each other. They identify which of
-    the process's connections belong to the group.
+    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing), but
+    it notices closed connections. The group's store holds the addresses that its ranks published for each other. They
+    identify which of the process's connections belong to the group.
     """
-    store = _world.pg_map[group][1]
+    store = _store_of(group)
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":
             _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
         else:
             backend.abort()
+
+
+def reconnect(group: dist.ProcessGroup) -> bool:
+    """Make a process group usable whose connections are broken. All of its ranks must call this, equally often.
+
+    Whatever refers to the group (a mesh, a variable of the program, the default group) keeps working: the object stays,
+    and gets another backend. Torch cannot replace a backend, but a group may have one of each kind.
+
+    Returns:
+        Whether that was possible: gloo alone runs the group, and it was not reconnected too often (four times or more).
+    """
+    old = {device: group._get_backend(device) for device in group._device_types}
+    if any(type(backend) is not dist.ProcessGroupGloo for backend in old.values()):
+        return False
+    timeout = timeout_of(group)
+    _reconnected[group] = _reconnected.get(group, 0) + 1
+    store = _store_of(group)
+    made = {}
+    for device in old:
+        made[device] = next((b for d, b in made.items() if old[d] is old[device]), None) or dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{device.type}/", store), dist.get_rank(group), group.size(), timeout
+        )
+    for kind in (getattr(dist.ProcessGroup.BackendType, name) for name in ("CUSTOM", "UCC", "XCCL", "MPI")):
+        for device, backend in made.items():
+            group._register_backend(device, kind, backend)  # has no effect if there is a backend of this kind
+        if all(group._get_backend(device) is backend for device, backend in made.items()):
+            group._set_default_backend(kind)
+            count_again(group)
+            return True
+    return False
+
+
+_reconnected: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How often each group was reconnected."""
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store in which the ranks of a group have published addresses, under the name of the device."""
+    store: dist.Store = _world.pg_map[group][1]
+    number = _reconnected.get(group, 0)
+    return dist.PrefixStore(f"reconnected/{number}", store) if number else store
 
 
 def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> None:
