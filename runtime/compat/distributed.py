@@ -46,6 +46,7 @@ __all__ = [
     "device_type",
     "device_types",
     "fake_process_group",
+    "is_own",
     "is_real_group",
     "is_simulated",
     "known_groups",
@@ -112,6 +113,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def process_group(name: str) -> dist.ProcessGroup:
     """Return the group with the name that functional collectives use."""
     return _resolve_process_group(name)
+
+
+def is_own(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`new_group` has made a group."""
+    return group.group_desc == _OWN
 
 
 def known_groups() -> dict[str, list[int]]:
@@ -289,7 +295,7 @@ def new_group(
             backend_options=options,
             timeout=timeout or _get_default_timeout(backend),
             device_id=device,
-            group_desc="mfsdp",
+            group_desc=_OWN,
         )
     finally:
         default.bound_device_id = device
@@ -297,6 +303,7 @@ def new_group(
     return made
 
 
+_OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = ["break_connections", "on_failed_waits", "reconnect"]
+__all__ = ["break_connections", "broken_groups", "on_failed_waits", "reconnect"]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -30,6 +30,7 @@ def break_connections(group: dist.ProcessGroup) -> None:
     it notices closed connections. The group's store holds the addresses that its ranks published for each other. They
     identify which of the process's connections belong to the group.
     """
+    _broken.add(group)
     store = _store_of(group)
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -37,6 +38,11 @@ def break_connections(group: dist.ProcessGroup) -> None:
             _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
         else:
             backend.abort()
+
+
+def broken_groups() -> list[dist.ProcessGroup]:
+    """Return the groups whose connections this process has broken."""
+    return [group for group in _broken if group in _world.pg_map]
 
 
 def reconnect(group: dist.ProcessGroup) -> bool:
@@ -51,7 +57,7 @@ def reconnect(group: dist.ProcessGroup) -> bool:
     old = {device: group._get_backend(device) for device in group._device_types}
     if any(type(backend) is not dist.ProcessGroupGloo for backend in old.values()):
         return False
-    timeout = timeout_of(group)
+    timeout, name, description = timeout_of(group), group.group_name, group.group_desc
     _reconnected[group] = _reconnected.get(group, 0) + 1
     store = _store_of(group)
     made = {}
@@ -64,11 +70,15 @@ def reconnect(group: dist.ProcessGroup) -> bool:
             group._register_backend(device, kind, backend)  # has no effect if there is a backend of this kind
         if all(group._get_backend(device) is backend for device, backend in made.items()):
             group._set_default_backend(kind)
+            group._set_group_name(name)  # which torch keeps in the backends
+            group._set_group_desc(description)
             count_again(group)
+            _broken.discard(group)
             return True
     return False
 
 
+_broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _reconnected: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How often each group was reconnected."""
 

@@ -156,6 +156,7 @@ def conclude(
     offer: Any,
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
+    is_last_resort: bool = False,
 ) -> Any:
     """Return the result of combining all ranks' offers on one rank of ``group``; the same on every rank.
 
@@ -166,6 +167,7 @@ def conclude(
         offer: This rank's offer; plain JSON data.
         combine: Called with all offers, in the order of the ranks, on the rank that arrives last. Returns plain data.
         timeout: How long to wait for ranks that do not arrive.
+        is_last_resort: See :func:`agree`.
 
     Raises:
         RuntimeError: On every rank: lines differ, ``combine`` failed, a rank did not arrive in time, or the store is
@@ -174,7 +176,9 @@ def conclude(
     ranks = dist.get_process_group_ranks(group)
     try:
         outcome = {"digest": _digest(lines), "offer": offer}
-        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
+        verdict = _verdict(
+            group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort
+        )
         if verdict["kind"] == "same":
             return verdict["result"]
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
