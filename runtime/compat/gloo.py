@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = ["break_connections", "broken_groups", "on_failed_waits", "reconnect"]
+__all__ = ["break_connections", "broken_groups", "is_timeout", "on_failed_waits", "reconnect"]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -38,6 +38,11 @@ def break_connections(group: dist.ProcessGroup) -> None:
             _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
         else:
             backend.abort()
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a wait has ended because another rank did not come, with its connection open."""
+    return "timed out" in str(error).lower()
 
 
 def broken_groups() -> list[dist.ProcessGroup]:

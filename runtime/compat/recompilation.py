@@ -78,7 +78,9 @@ def _before_compilation() -> str:
     tensors = [leaf for leaf in tree_leaves(list(compilation["frame"].f_locals.values())) if isinstance(leaf, Tensor)]
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-    _backends[backend](LimitReached(where, setting, getattr(config, setting), str(compilation["recompile_reason"]), shapes))
+    _backends[backend](
+        LimitReached(where, setting, getattr(config, setting), str(compilation["recompile_reason"]), shapes)
+    )
     if setting == "recompile_limit":
         if _after_compilation not in callback_handler.end_callbacks:  # torch.compiler.reset() removes it
             callback_handler.register_end_callback(_after_compilation)

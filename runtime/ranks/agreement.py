@@ -103,20 +103,21 @@ def agree(
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
         place = f"{topic}/{epoch}" if epoch else topic
-        verdict = _verdict(
-            group,
-            ranks,
-            place,
-            outcome,
-            timeout,
-            party_size=len(some[0]),
-            heeds_refusals=heeds_refusals,
-            what=what or topic,
-            is_next=topic == ORDER,
-            is_last_resort=is_last_resort,
-        )
-        if failure is None and verdict["kind"] != "same":
-            raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
+        with _store_needed(topic):
+            verdict = _verdict(
+                group,
+                ranks,
+                place,
+                outcome,
+                timeout,
+                party_size=len(some[0]),
+                heeds_refusals=heeds_refusals,
+                what=what or topic,
+                is_next=topic == ORDER,
+                is_last_resort=is_last_resort,
+            )
+            if failure is None and verdict["kind"] != "same":
+                raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
 
@@ -174,14 +175,19 @@ def conclude(
             gone.
     """
     ranks = dist.get_process_group_ranks(group)
-    try:
+    with _store_needed(topic):
         outcome = {"digest": _digest(lines), "offer": offer}
-        verdict = _verdict(
-            group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort
-        )
+        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
+
+
+@contextlib.contextmanager
+def _store_needed(topic: str) -> Iterator[None]:
+    """Context that says more than torch does if the store is gone."""
+    try:
+        yield
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
@@ -246,7 +252,8 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with watchdog.explaining():
+        dist.all_gather_object(found, value, group=group)
     return found
 
 

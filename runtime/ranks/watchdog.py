@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ import torch.distributed as dist
 from .. import compat
 from .collective_order import Order, orders, standstill
 from .journal import journal, program_line
+from .presence import Presence, ended
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
@@ -49,6 +50,8 @@ TICK = 1.0
 """Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
 LONGEST = 5.0
 """Maximum number of seconds between two requests to the store when nothing has moved for a while."""
+ENDING = 1.0
+"""Seconds to look for a process that has ended, when a connection was closed."""
 EXIT_TIMEOUT = 10.0
 """Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
@@ -118,6 +121,7 @@ class Watchdog:
         self._explained: set[str] = set()
         self._done: list[Asking] = []
         self._ends = threading.Event()
+        self._presence = Presence()
 
     # -- the program's threads ----------------------------------------------------------------------------------------
 
@@ -126,6 +130,7 @@ class Watchdog:
         with self._lock:
             self._models = [known for known in self._models if known() is not None]
             self._models.append(weakref.ref(model))
+            self._presence.tell(compat.default_store())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
@@ -141,9 +146,11 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
+            uncaught = getattr(sys, "last_value", None)
+            how = f" with {type(uncaught).__name__}: {uncaught}"[:1000] if uncaught is not None else ""
             with contextlib.suppress(RuntimeError):  # the store's process has already ended
                 for order in self._live():
-                    self._tell_end(compat.default_store(), order, "had ended its program")
+                    self._tell_end(compat.default_store(), order, f"had ended its program{how}")
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
@@ -192,7 +199,10 @@ class Watchdog:
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
         }
-        _offer(store, f"{_of(order.group)}/failed", told)
+        store.set(_end_of(order.group, dist.get_rank()), how)
+        first = _found(store, f"{_of(order.group)}/failed")
+        if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
+            store.set(f"{_of(order.group)}/failed", json.dumps(told))
         store.set(f"{_of(order.group)}/notice", "")
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
@@ -215,13 +225,50 @@ class Watchdog:
                 raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
             return
+        what = journal.doing() or next(iter(live)).latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: "
-            f"{error}. Another rank has ended, was killed or stopped, or takes longer than the process group's "
-            "timeout; what it printed last says why, and `mfsdp hang` where each rank is. Weights and optimizer "
-            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks "
-            "live."
+            f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
+            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks live. "
+            f"The backend's error: {error}"
         ) from error
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context for collectives of ``torch.distributed``; see :meth:`explain`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
+        """Say which rank has made a collective fail, and what is known of it."""
+        try:
+            store, me, known = compat.default_store(), dist.get_rank(), compat.known_groups()
+            others = sorted({rank for order in live for rank in known[order.group]} - {me})
+            deadline = time.monotonic() + (0 if compat.is_timeout(error) else ENDING)
+            while True:
+                told = [_found(store, f"{_of(order.group)}/failed") for order in live]
+                failed = next((each for each in told if each is not None and each["rank"] != me), None)
+                gone = ended(store, others)
+                if gone or failed is not None or time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)  # while a process ends, its connections are closed one by one
+            groups = [order.group for order in live]
+            silent = [rank for rank in gone if not any(store.check([_end_of(group, rank)]) for group in groups)]
+        except (RuntimeError, OSError, KeyError):
+            return (
+                "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
+                "last says why."
+            )
+        if silent:
+            return (
+                f"The process of rank {', '.join(map(str, silent))} has ended and could not say why: it was killed, "
+                "crashed or ran out of memory. What it printed last, or the log of its machine, tells."
+            )
+        if failed is not None:
+            return f"{_text_of_end(failed)}."
+        return "Another rank is stopped, or takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -235,6 +282,7 @@ class Watchdog:
                 self._store = self._store_of = None
             except (RuntimeError, ValueError, KeyError):  # a process group was destroyed
                 pass
+            self._presence.answer()
             look = self.look
             if self._ends.wait(TICK):
                 return
@@ -417,6 +465,11 @@ def _of(group: str) -> str:
     return f"mfsdp/watch/{group}"
 
 
+def _end_of(group: str, rank: int) -> str:
+    """Return the key of how a rank has ended or failed, if it could still tell."""
+    return f"{_of(group)}/end/{rank}"
+
+
 def _found(store: dist.Store, key: str) -> Any:
     # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
     return json.loads(store.get(key)) if store.check([key]) else None
@@ -441,11 +494,12 @@ def _text(ask: dict[str, Any], here: str) -> str:
     )
 
 
+def _text_of_end(failed: dict[str, Any]) -> str:
+    return f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)})"
+
+
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
-    return (
-        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and will not start what other "
-        f"ranks wait for; {here}."
-    )
+    return f"{_text_of_end(failed)}, and will not start what other ranks wait for; {here}."
 
 
 def _steps(told: dict[str, Any], mine: int) -> str:

@@ -111,6 +111,6 @@ def test_numbers_beyond_the_limit(way: str) -> None:
         compiled = train(way, AOT_EAGER)
     assert all(torch.equal(a, b) for a, b in zip(compiled, train(way, None), strict=True))
     texts = [str(each.message) for each in told if "recompile_limit" in str(each.message)]
-    expected = (dist.get_rank() > 0 or way == "numbers")
+    expected = dist.get_rank() > 0 or way == "numbers"
     assert bool(texts) == expected, texts
     assert not expected or (f"recompile_limit is {LIMIT}" in texts[0] and ", 8]" in texts[0])
