@@ -86,9 +86,9 @@ def reset(model: ShardedModel) -> None:
 
 
 def _agree_on_closed_groups(model: ShardedModel) -> list[tuple[str, list[int]]]:
-    """Wait for all ranks. Return the process groups of the program that cannot be used since the failure, with their ranks.
+    """Wait for all ranks. Return the process groups, except the model's own, that cannot be used since the failure.
 
-    They were closed to end waits, or failed collectives have used them.
+    Each comes with its ranks. They were closed to end waits, or failed collectives have used them.
     """
     conduct, agreeing = model.conduct, model.members.agreeing
     if not has_others(agreeing):
@@ -96,7 +96,8 @@ def _agree_on_closed_groups(model: ShardedModel) -> list[tuple[str, list[int]]]:
     closed = set(compat.broken_groups())
     if conduct.failure is not None or conduct.order.stalled is not None:
         closed.update(map(compat.process_group, conduct.communicators))
-    mine = [(group.group_name, dist.get_process_group_ranks(group)) for group in closed if not compat.is_own(group)]
+    renewed = {group for group in map(compat.process_group, conduct.communicators) if compat.is_own(group)}
+    mine = [(group.group_name, dist.get_process_group_ranks(group)) for group in closed - renewed]
     found = conduct.conclude("model.reset()", [], mine, _union, patience=4, is_last_resort=True)
     return [(name, ranks) for name, ranks in found if compat.known_groups().get(name) == ranks]
 

@@ -27,6 +27,7 @@ from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.ranks.watchdog import Guarded, watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
@@ -167,7 +168,7 @@ class Checkpoints:
         except CheckpointException as error:
             raise save.failed(error) from error
         finally:
-            save.lock.close()
+            save.until_done.close()
         return save.path
 
     def save_async(
@@ -190,7 +191,7 @@ class Checkpoints:
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
-            save.lock.close()
+            save.until_done.close()
             error = written.exception()
             if isinstance(error, CheckpointException):
                 error = save.failed(error)
@@ -202,7 +203,7 @@ class Checkpoints:
         try:
             written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
-            save.lock.close()
+            save.until_done.close()
             raise
         self._under_way = done
         written.add_done_callback(finish)  # type: ignore[union-attr]
@@ -246,33 +247,35 @@ class Checkpoints:
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
-        sharded.compare_buffers("where a checkpoint is saved", group)
-        chosen: list[Any] = [None]
-        lock = contextlib.ExitStack()
-        if is_first:
-            try:
-                lock.enter_context(_locked(self.root))
-                chosen = [(*self._prepare(step, sharded.lineage), None)]
-            except Exception as error:  # the other ranks wait for it
-                lock.close()
-                chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
-        directory, final, serial, refusal = chosen[0]
-        if refusal is not None:
-            raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
+        patience = compat.timeout_of(sharded.everyone).total_seconds()
+        with contextlib.ExitStack() as until_done:
+            guarded = until_done.enter_context(watchdog.guarding(group, patience))
+            sharded.compare_buffers("where a checkpoint is saved", group)
+            chosen: list[Any] = [None]
+            if is_first:
+                try:
+                    until_done.enter_context(_locked(self.root))
+                    chosen = [(*self._prepare(step, sharded.lineage), None)]
+                except Exception as error:  # the other ranks wait for it
+                    chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
+            with watchdog.explaining():
+                dist.broadcast_object_list(chosen, group=group, group_src=0)
+            directory, final, serial, refusal = chosen[0]
+            if refusal is not None:
+                raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
 
-        def publish() -> None:
-            os.rename(directory, final)
-            sync_directory(self.root)
-            try:
-                write_durably(self.root / _LATEST, final.name)
-                self._remove_old(sharded.lineage)
-            except OSError as error:  # the checkpoint itself is complete
-                warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
+            def publish() -> None:
+                os.rename(directory, final)
+                sync_directory(self.root)
+                try:
+                    write_durably(self.root / _LATEST, final.name)
+                    self._remove_old(sharded.lineage)
+                except OSError as error:  # the checkpoint itself is complete
+                    warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
 
-        manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
-        writer = PublishingWriter(directory, manifest, publish)
-        return _Save(state, writer, group, final, directory, lock)
+            manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
+            writer = PublishingWriter(directory, manifest, publish)
+            return _Save(state, writer, group, final, directory, guarded, until_done.pop_all())
 
     def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
         """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
@@ -338,7 +341,8 @@ class Checkpoints:
                 chosen = [
                     error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
                 ]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining():
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
         return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
@@ -346,7 +350,8 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
 
-        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits end
+        within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
@@ -363,14 +368,16 @@ class _Save:
     group: dist.ProcessGroup
     path: Path
     directory: Path
-    lock: contextlib.ExitStack
+    guarded: Guarded
+    until_done: contextlib.ExitStack
 
     def failed(self, error: CheckpointException) -> CheckpointError:
         """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
-        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
+        why = f" {self.guarded.why}" if self.guarded.why else ""
+        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were.{why}")
 
 
 @contextlib.contextmanager

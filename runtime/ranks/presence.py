@@ -1,24 +1,28 @@
 """Whether the processes of other ranks still exist.
 
-Every rank listens at a port whose address is in the store. Nothing is ever sent. A process that has ended, in whatever way,
-refuses connections. One that is stopped or busy does not, because the kernel accepts them.
+Every rank listens at a port whose address is in the store. Nothing is sent: a rank answers by closing the connection. The
+kernel refuses connections to a process that has ended, in whatever way, and accepts them for one that is stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
+import threading
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Presence", "ended"]
+__all__ = ["Presence", "ask"]
 
 MOST = 64
 """Maximum number of ranks to ask. In a large job that fails, each of all ranks asks."""
-PATIENCE = 0.5
+REACH = 0.5
 """Seconds within which the kernel of another machine must answer."""
 
 
@@ -35,32 +39,44 @@ class Presence:
             return
         if self._listening is None:
             self._listening = socket.create_server((host, 0), family=_family(host), backlog=MOST)
-            self._listening.setblocking(False)
+            threading.Thread(target=_answer, args=(self._listening,), name="mfsdp-presence", daemon=True).start()
         store.set(_key(dist.get_rank()), json.dumps(self._listening.getsockname()[:2]))
         self._told = store
 
-    def answer(self) -> None:
-        """Make room for further connections."""
-        while self._listening is not None:
+
+def _answer(listening: socket.socket) -> None:
+    while True:
+        with contextlib.suppress(OSError):  # the other rank has not waited
+            listening.accept()[0].close()
+
+
+def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[int], list[int]]:
+    """Ask the first :data:`MOST` of some ranks whether they are there.
+
+    Args:
+        patience: Seconds to wait for answers.
+
+    Returns:
+        Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or something
+        keeps Python from running.
+    """
+    ended, waiting = [], {}
+    for rank in ranks[:MOST]:
+        if store.check([_key(rank)]):
             try:
-                self._listening.accept()[0].close()
-            except OSError:  # there are no more
-                return
-
-
-def ended(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Return those of the first :data:`MOST` ranks whose processes have ended."""
-    return [rank for rank in ranks[:MOST] if store.check([_key(rank)]) and _refuses(*json.loads(store.get(_key(rank))))]
-
-
-def _refuses(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=PATIENCE).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # unknown: the network may be at fault
-        pass
-    return False
+                waiting[socket.create_connection(json.loads(store.get(_key(rank))), timeout=REACH)] = rank
+            except ConnectionRefusedError:
+                ended.append(rank)
+            except OSError:  # unknown: the network may be at fault
+                pass
+    deadline = time.monotonic() + patience
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for answered in select.select(list(waiting), [], [], left)[0]:
+            answered.close()
+            del waiting[answered]
+    for connection in waiting:
+        connection.close()
+    return ended, list(waiting.values())
 
 
 def _family(host: str) -> socket.AddressFamily:

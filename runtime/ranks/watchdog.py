@@ -39,9 +39,9 @@ import torch.distributed as dist
 from .. import compat
 from .collective_order import Order, orders, standstill
 from .journal import journal, program_line
-from .presence import Presence, ended
+from .presence import Presence, ask
 
-__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
+__all__ = ["ORDER", "Asking", "Guarded", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
 ORDER = "Order of collectives"
 """Topic of agreements about what comes next."""
@@ -52,6 +52,8 @@ LONGEST = 5.0
 """Maximum number of seconds between two requests to the store when nothing has moved for a while."""
 ENDING = 1.0
 """Seconds to look for a process that has ended, when a connection was closed."""
+ANSWER = 1.0
+"""Seconds within which processes of other ranks must answer."""
 EXIT_TIMEOUT = 10.0
 """Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
@@ -105,6 +107,24 @@ class Asking:
         return f"{self.place}/{self.visit}"
 
 
+@dataclass(eq=False)
+class Guarded:
+    """A process group in which waits end if a rank's process does not answer for long; see :meth:`Watchdog.guarding`.
+
+    Args:
+        group: The process group.
+        patience: Seconds.
+    """
+
+    group: dist.ProcessGroup
+    patience: float
+    due: float = field(default_factory=time.monotonic)
+    silent: dict[int, float] = field(default_factory=dict)
+    """Ranks that do not answer, and since when."""
+    why: str = ""
+    """Why the group's waits were ended; empty if they were not."""
+
+
 class Watchdog:
     """The watchdog of this process."""
 
@@ -122,6 +142,7 @@ class Watchdog:
         self._done: list[Asking] = []
         self._ends = threading.Event()
         self._presence = Presence()
+        self._guarded: list[Guarded] = []
 
     # -- the program's threads ----------------------------------------------------------------------------------------
 
@@ -184,6 +205,19 @@ class Watchdog:
             else:
                 self._asking[asked.thread] = before
 
+    @contextlib.contextmanager
+    def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[Guarded]:
+        """Context in which waits in a process group end if a rank's process does not answer for ``patience`` seconds.
+
+        For waits that may take longer than that while all processes run, such as for a slow disk.
+        """
+        guarded = Guarded(group, patience)
+        self._guarded.append(guarded)
+        try:
+            yield guarded
+        finally:
+            self._guarded.remove(guarded)
+
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
@@ -244,16 +278,14 @@ class Watchdog:
     def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
         """Say which rank has made a collective fail, and what is known of it."""
         try:
-            store, me, known = compat.default_store(), dist.get_rank(), compat.known_groups()
-            others = sorted({rank for order in live for rank in known[order.group]} - {me})
-            deadline = time.monotonic() + (0 if compat.is_timeout(error) else ENDING)
-            while True:
-                told = [_found(store, f"{_of(order.group)}/failed") for order in live]
-                failed = next((each for each in told if each is not None and each["rank"] != me), None)
-                gone = ended(store, others)
-                if gone or failed is not None or time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)  # while a process ends, its connections are closed one by one
+            store, known = compat.default_store(), compat.known_groups()
+            others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
+            if compat.is_timeout(error):
+                gone, stopped = ask(store, others, ANSWER)
+                failed = None  # ranks that have waited as well
+            else:
+                gone, failed = self._wait_for_end(store, live, others)
+                stopped = []
             groups = [order.group for order in live]
             silent = [rank for rank in gone if not any(store.check([_end_of(group, rank)]) for group in groups)]
         except (RuntimeError, OSError, KeyError):
@@ -263,12 +295,33 @@ class Watchdog:
             )
         if silent:
             return (
-                f"The process of rank {', '.join(map(str, silent))} has ended and could not say why: it was killed, "
-                "crashed or ran out of memory. What it printed last, or the log of its machine, tells."
+                f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of "
+                "memory. What it printed last, or the log of its machine, tells."
             )
         if failed is not None:
             return f"{_text_of_end(failed)}."
-        return "Another rank is stopped, or takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
+        if stopped:
+            return (
+                f"The process of {_ranks(stopped)} does not answer: it is stopped, or something keeps Python from running "
+                "there. `mfsdp hang` says where each rank is."
+            )
+        return "Another rank takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
+
+    def _wait_for_end(
+        self, store: dist.Store, live: Collection[Order], others: Sequence[int]
+    ) -> tuple[list[int], dict[str, Any] | None]:
+        """Find out which processes have ended, and which rank has said first that it fails.
+
+        While a process ends, its connections are closed one by one.
+        """
+        deadline = time.monotonic() + ENDING
+        while True:
+            told = [_found(store, f"{_of(order.group)}/failed") for order in live]
+            failed = next((each for each in told if each is not None and each["rank"] != dist.get_rank()), None)
+            gone, _ = ask(store, others, 0)
+            if gone or failed is not None or time.monotonic() > deadline:
+                return gone, failed
+            time.sleep(0.1)
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -282,7 +335,6 @@ class Watchdog:
                 self._store = self._store_of = None
             except (RuntimeError, ValueError, KeyError):  # a process group was destroyed
                 pass
-            self._presence.answer()
             look = self.look
             if self._ends.wait(TICK):
                 return
@@ -294,6 +346,9 @@ class Watchdog:
         while self._done:
             self._take_back(self._done.pop())
         now = time.monotonic()
+        for guarded in list(self._guarded):
+            if now >= guarded.due and not guarded.why:
+                self._look_after(guarded)
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
         for order, models in self._live().items():
             if order.stalled is not None:
@@ -310,6 +365,19 @@ class Watchdog:
                 continue
             self._due[order] = now + pause, min(pause * 1.5, LONGEST)
             self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
+
+    def _look_after(self, guarded: Guarded) -> None:
+        """End the waits in a group if one of its ranks has not answered for too long."""
+        guarded.due = time.monotonic() + min(guarded.patience / 4, LONGEST)
+        others = [rank for rank in dist.get_process_group_ranks(guarded.group) if rank != dist.get_rank()]
+        _, silent = ask(self._connection(), others, ANSWER)
+        now = time.monotonic()
+        guarded.silent = {rank: guarded.silent.get(rank, now) for rank in silent}
+        late = [rank for rank, since in guarded.silent.items() if now - since >= guarded.patience]
+        if late:
+            guarded.why = f"The process of {_ranks(late)} has not answered for {guarded.patience:.0f} s."
+            _log.error("Rank %d: %s", dist.get_rank(), guarded.why)
+            compat.break_connections(guarded.group)
 
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
         store, me = self._connection(), dist.get_rank()
@@ -463,6 +531,10 @@ class Watchdog:
 
 def _of(group: str) -> str:
     return f"mfsdp/watch/{group}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
 
 
 def _end_of(group: str, rank: int) -> str:
