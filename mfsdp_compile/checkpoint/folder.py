@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree
-from mfsdp_compile.runtime.ranks.watchdog import Guarded, watchdog
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
@@ -41,6 +41,7 @@ from .saving import PublishingWriter, sharded_part, sync_directory
 __all__ = ["Checkpoints"]
 
 _LATEST = "latest"
+_SAVE = "a save of a checkpoint"
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -164,8 +165,9 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
-        except CheckpointException as error:
+            with watchdog.explaining(_SAVE):
+                dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except (CheckpointException, RuntimeError) as error:
             raise save.failed(error) from error
         finally:
             save.until_done.close()
@@ -191,10 +193,15 @@ class Checkpoints:
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
-            save.until_done.close()
             error = written.exception()
-            if isinstance(error, CheckpointException):
+            if isinstance(error, RuntimeError):
+                try:
+                    watchdog.explain(error, _SAVE)
+                except RuntimeError as explained:
+                    error = explained
+            if isinstance(error, (CheckpointException, RuntimeError)):
                 error = save.failed(error)
+            save.until_done.close()
             if error is not None:
                 done.set_exception(error)
             else:
@@ -249,7 +256,7 @@ class Checkpoints:
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
         patience = compat.timeout_of(sharded.everyone).total_seconds()
         with contextlib.ExitStack() as until_done:
-            guarded = until_done.enter_context(watchdog.guarding(group, patience))
+            until_done.enter_context(watchdog.guarding(group, patience))
             sharded.compare_buffers("where a checkpoint is saved", group)
             chosen: list[Any] = [None]
             if is_first:
@@ -258,7 +265,7 @@ class Checkpoints:
                     chosen = [(*self._prepare(step, sharded.lineage), None)]
                 except Exception as error:  # the other ranks wait for it
                     chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-            with watchdog.explaining():
+            with watchdog.explaining(_SAVE):
                 dist.broadcast_object_list(chosen, group=group, group_src=0)
             directory, final, serial, refusal = chosen[0]
             if refusal is not None:
@@ -275,7 +282,7 @@ class Checkpoints:
 
             manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
             writer = PublishingWriter(directory, manifest, publish)
-            return _Save(state, writer, group, final, directory, guarded, until_done.pop_all())
+            return _Save(state, writer, group, final, directory, until_done.pop_all())
 
     def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
         """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
@@ -341,7 +348,7 @@ class Checkpoints:
                 chosen = [
                     error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
                 ]
-        with watchdog.explaining():
+        with watchdog.explaining("a search for the last checkpoint"):
             dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
@@ -368,16 +375,17 @@ class _Save:
     group: dist.ProcessGroup
     path: Path
     directory: Path
-    guarded: Guarded
     until_done: contextlib.ExitStack
 
-    def failed(self, error: CheckpointException) -> CheckpointError:
+    def failed(self, error: CheckpointException | RuntimeError) -> CheckpointError:
         """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
-        why = f" {self.guarded.why}" if self.guarded.why else ""
-        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were.{why}")
+        what = f"Saving {self.path} failed; earlier checkpoints are as they were"
+        if isinstance(error, CheckpointException):
+            return as_checkpoint_error(error, what)
+        return CheckpointError(f"{what}. {error}")
 
 
 @contextlib.contextmanager

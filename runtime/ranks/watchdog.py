@@ -101,6 +101,8 @@ class Asking:
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
     was_told: bool = False
+    due: float = field(default_factory=lambda: time.monotonic() + 2 * TICK)
+    """When to look next for ranks whose processes have ended."""
 
     @property
     def key(self) -> str:
@@ -242,10 +244,13 @@ class Watchdog:
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
 
-    def explain(self, error: RuntimeError) -> None:
+    def explain(self, error: RuntimeError, what: str | None = None) -> None:
         """Raise an error that says more than the one with which a wait for a collective has ended.
 
         Other ranks may have ended the wait before the thread of this one has looked.
+
+        Args:
+            what: What the collective belongs to. None: what the journal says.
         """
         live = self._live()
         for order in live:
@@ -259,7 +264,7 @@ class Watchdog:
                 raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
             return
-        what = journal.doing() or next(iter(live)).latest
+        what = what or journal.doing() or next(iter(live)).latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
             "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks live. "
@@ -267,16 +272,18 @@ class Watchdog:
         ) from error
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self, what: str) -> Iterator[None]:
         """Context for collectives of ``torch.distributed``; see :meth:`explain`."""
         try:
             yield
         except RuntimeError as error:
-            self.explain(error)
+            self.explain(error, what)
             raise
 
     def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
         """Say which rank has made a collective fail, and what is known of it."""
+        if why := next((guarded.why for guarded in self._guarded if guarded.why), None):
+            return why
         try:
             store, known = compat.default_store(), compat.known_groups()
             others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
@@ -286,17 +293,13 @@ class Watchdog:
             else:
                 gone, failed = self._wait_for_end(store, live, others)
                 stopped = []
-            groups = [order.group for order in live]
-            silent = [rank for rank in gone if not any(store.check([_end_of(group, rank)]) for group in groups)]
+            groups = {order.group for order in live}
+            if gone and any(_ended_silently(store, groups, rank) for rank in gone):
+                return _text_of_ends(store, groups, gone)
         except (RuntimeError, OSError, KeyError):
             return (
                 "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
                 "last says why."
-            )
-        if silent:
-            return (
-                f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of "
-                "memory. What it printed last, or the log of its machine, tells."
             )
         if failed is not None:
             return f"{_text_of_end(failed)}."
@@ -350,6 +353,9 @@ class Watchdog:
             if now >= guarded.due and not guarded.why:
                 self._look_after(guarded)
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
+        for each in asked:
+            if now >= each.due:
+                self._look_for_ends(each)
         for order, models in self._live().items():
             if order.stalled is not None:
                 continue
@@ -366,12 +372,21 @@ class Watchdog:
             self._due[order] = now + pause, min(pause * 1.5, LONGEST)
             self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
 
+    def _look_for_ends(self, asked: Asking) -> None:
+        """Answer an agreement at which a rank will never arrive, because its process has ended."""
+        store, me = self._connection(), dist.get_rank()
+        gone, _ = ask(store, [rank for rank in asked.ranks if rank != me], 0)
+        asked.due = time.monotonic() + LONGEST
+        if gone:
+            text = f"{asked.what}: {_text_of_ends(store, {asked.group}, gone)} Start again from the last checkpoint."
+            conclude_once(store, f"{asked.key}/verdict", {"kind": "astray", "ranks": gone, "text": text})
+
     def _look_after(self, guarded: Guarded) -> None:
         """End the waits in a group if one of its ranks has not answered for too long."""
-        guarded.due = time.monotonic() + min(guarded.patience / 4, LONGEST)
+        guarded.due = time.monotonic() + min(guarded.patience / 4, LONGEST) - ANSWER
         others = [rank for rank in dist.get_process_group_ranks(guarded.group) if rank != dist.get_rank()]
-        _, silent = ask(self._connection(), others, ANSWER)
         now = time.monotonic()
+        _, silent = ask(self._connection(), others, ANSWER)
         guarded.silent = {rank: guarded.silent.get(rank, now) for rank in silent}
         late = [rank for rank, since in guarded.silent.items() if now - since >= guarded.patience]
         if late:
@@ -535,6 +550,21 @@ def _of(group: str) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+
+
+def _ended_silently(store: dist.Store, groups: Collection[str], rank: int) -> bool:
+    return not any(store.check([_end_of(group, rank)]) for group in groups)
+
+
+def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
+    """Say of ranks whose processes have ended why they did, of those first that are the cause."""
+    if silent := [rank for rank in gone if _ended_silently(store, groups, rank)]:
+        return (
+            f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
+            "What it printed last, or the log of its machine, tells."
+        )
+    told = next(key for group in groups if store.check([key := _end_of(group, gone[0])]))
+    return f"Rank {gone[0]} {store.get(told).decode()}, and its process has ended."
 
 
 def _end_of(group: str, rank: int) -> str:

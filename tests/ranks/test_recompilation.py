@@ -47,6 +47,8 @@ class Layers(nn.Module):
 
 WAYS = ["model", "regions", "function", "graph break", "layers", "fullgraph", "fsdp2", "numbers"]
 
+BRIEF = ("graph break", "regions")
+
 
 def prepare(way: str, inner: str | None) -> tuple[nn.Module, Any]:
     """Return a sharded model, and what to call: it if ``inner`` is None, else compiled code."""
@@ -104,9 +106,30 @@ def small_limit() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2, 4, timeout=120)
+@pytest.mark.parametrize("way", [way if way in BRIEF else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
+@on_ranks(2, timeout=120)
 def test_numbers_beyond_the_limit(way: str) -> None:
+    """All ranks go on with compiled code, and with the bits of the eager path."""
+    has_bits_of_eager(way)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4, timeout=180)
+def test_numbers_beyond_the_limit_on_four_ranks(way: str) -> None:
+    has_bits_of_eager(way)
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=180)
+def test_inductor_beyond_the_limit() -> None:
+    with small_limit():
+        compiled = train("model", INDUCTOR)
+    for mine, expected in zip(compiled, train("model", None), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def has_bits_of_eager(way: str) -> None:
     with small_limit() as told:
         compiled = train(way, AOT_EAGER)
     assert all(torch.equal(a, b) for a, b in zip(compiled, train(way, None), strict=True))
