@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = ["break_connections", "broken_groups", "is_timeout", "on_failed_waits", "reconnect"]
+__all__ = ["break_connections", "broken_groups", "is_of_gloo", "is_timeout", "on_failed_waits", "reconnect"]
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -38,6 +38,11 @@ def break_connections(group: dist.ProcessGroup) -> None:
             _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
         else:
             backend.abort()
+
+
+def is_of_gloo(error: RuntimeError) -> bool:
+    """Whether gloo has raised an error: a connection was closed, or another rank did not come."""
+    return "/gloo/" in str(error).partition("]")[0]
 
 
 def is_timeout(error: RuntimeError) -> bool:

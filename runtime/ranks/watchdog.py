@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from .. import compat
 from .collective_order import Order, orders, standstill
-from .journal import journal, program_line
+from .journal import journal, on_uncaught_exceptions, program_line
 from .presence import Presence, ask
 
 __all__ = ["ORDER", "Asking", "Guarded", "Watchdog", "Watched", "conclude_once", "watchdog"]
@@ -157,6 +157,7 @@ class Watchdog:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
+                on_uncaught_exceptions(self._log_why_failed)
                 self._thread.start()
                 atexit.register(self.end)
 
@@ -279,6 +280,16 @@ class Watchdog:
         except RuntimeError as error:
             self.explain(error, what)
             raise
+
+    def _log_why_failed(self, error: BaseException, _: Any) -> None:
+        """Say more than an error of a collective of the program itself that ends the program."""
+        if (
+            isinstance(error, RuntimeError)
+            and compat.is_of_gloo(error)
+            and dist.is_initialized()
+            and (live := self._live())
+        ):
+            _log.error("Rank %d: %s", dist.get_rank(), self._why_failed(live, error))
 
     def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
         """Say which rank has made a collective fail, and what is known of it."""

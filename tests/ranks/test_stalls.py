@@ -183,7 +183,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
 
 
 @on_ranks(2, timeout=120)
-def test_one_rank_leaves_the_compiler() -> None:
+def test_one_rank_falls_back_from_the_compiler() -> None:
     """If one rank runs a compiled model eagerly, all ranks raise."""
     training = Training(AOT_EAGER)
     training.step(3)

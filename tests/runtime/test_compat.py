@@ -871,6 +871,7 @@ def test_a_group_is_connected_again() -> None:
         assert compat.broken_groups() == [group]
         with pytest.raises(RuntimeError) as closed:
             dist.barrier(group)
+        assert compat.is_of_gloo(closed.value)
         assert not compat.is_timeout(closed.value)
         assert compat.reconnect(group) == (number < 4)
         assert (group.group_name, group.group_desc, compat.timeout_of(group)) == (
