@@ -47,7 +47,7 @@ def is_of_gloo(error: RuntimeError) -> bool:
 
 def is_timeout(error: RuntimeError) -> bool:
     """Whether a wait has ended because another rank did not come, with its connection open."""
-    return "timed out" in str(error).lower()
+    return any(text in str(error) for text in ("Timed out", "timed out", "Application timeout"))
 
 
 def broken_groups() -> list[dist.ProcessGroup]:
