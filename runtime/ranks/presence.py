@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
+import selectors
 import socket
 import threading
 import time
@@ -22,8 +22,8 @@ __all__ = ["Presence", "ask"]
 
 MOST = 64
 """Maximum number of ranks to ask. In a large job that fails, each of all ranks asks."""
-REACH = 0.5
-"""Seconds within which the kernel of another machine must answer."""
+REACH = 1.0
+"""Seconds within which the kernels of other machines must answer. Ranks that are not reached in that time count as there."""
 
 
 class Presence:
@@ -60,23 +60,24 @@ def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[
         Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or something
         keeps Python from running.
     """
-    ended, waiting = [], {}
-    for rank in ranks[:MOST]:
-        if store.check([_key(rank)]):
+    begun, ended = time.monotonic(), []
+    with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as connections:
+        for rank in ranks[:MOST]:
+            if time.monotonic() > begun + REACH or not store.check([_key(rank)]):
+                continue
             try:
-                waiting[socket.create_connection(json.loads(store.get(_key(rank))), timeout=REACH)] = rank
+                connection = socket.create_connection(json.loads(store.get(_key(rank))), timeout=REACH)
             except ConnectionRefusedError:
                 ended.append(rank)
             except OSError:  # unknown: the network may be at fault
                 pass
-    deadline = time.monotonic() + patience
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for answered in select.select(list(waiting), [], [], left)[0]:
-            answered.close()
-            del waiting[answered]
-    for connection in waiting:
-        connection.close()
-    return ended, list(waiting.values())
+            else:
+                waiting.register(connections.enter_context(connection), selectors.EVENT_READ, rank)
+        deadline = time.monotonic() + patience
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for answered, _ in waiting.select(left):
+                waiting.unregister(answered.fileobj)
+        return ended, [int(key.data) for key in waiting.get_map().values()]
 
 
 def _family(host: str) -> socket.AddressFamily:
