@@ -41,7 +41,7 @@ from .collective_order import Order, orders, standstill
 from .journal import journal, on_uncaught_exceptions, program_line
 from .presence import Presence, ask
 
-__all__ = ["ORDER", "Asking", "Guarded", "Watchdog", "Watched", "conclude_once", "watchdog"]
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
 ORDER = "Order of collectives"
 """Topic of agreements about what comes next."""
@@ -209,7 +209,7 @@ class Watchdog:
                 self._asking[asked.thread] = before
 
     @contextlib.contextmanager
-    def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[Guarded]:
+    def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[None]:
         """Context in which waits in a process group end if a rank's process does not answer for ``patience`` seconds.
 
         For waits that may take longer than that while all processes run, such as for a slow disk.
@@ -217,7 +217,7 @@ class Watchdog:
         guarded = Guarded(group, patience)
         self._guarded.append(guarded)
         try:
-            yield guarded
+            yield
         finally:
             self._guarded.remove(guarded)
 
@@ -236,7 +236,7 @@ class Watchdog:
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
         }
-        store.set(_end_of(order.group, dist.get_rank()), how)
+        store.set(_end_of(order.group, dist.get_rank()), json.dumps(how))
         first = _found(store, f"{_of(order.group)}/failed")
         if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
             store.set(f"{_of(order.group)}/failed", json.dumps(told))
@@ -244,6 +244,7 @@ class Watchdog:
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
+        store.set(_end_of(group, dist.get_rank()), json.dumps(None))
 
     def explain(self, error: RuntimeError, what: str | None = None) -> None:
         """Raise an error that says more than the one with which a wait for a collective has ended.
@@ -564,7 +565,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _ended_silently(store: dist.Store, groups: Collection[str], rank: int) -> bool:
-    return not any(store.check([_end_of(group, rank)]) for group in groups)
+    return not any(_found(store, _end_of(group, rank)) for group in groups)
 
 
 def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
@@ -574,8 +575,8 @@ def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int
             f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
             "What it printed last, or the log of its machine, tells."
         )
-    told = next(key for group in groups if store.check([key := _end_of(group, gone[0])]))
-    return f"Rank {gone[0]} {store.get(told).decode()}, and its process has ended."
+    how = next(filter(None, (_found(store, _end_of(group, gone[0])) for group in groups)))
+    return f"Rank {gone[0]} {how}, and its process has ended."
 
 
 def _end_of(group: str, rank: int) -> str:
