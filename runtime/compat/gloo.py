@@ -70,7 +70,7 @@ def reconnect(group: dist.ProcessGroup) -> bool:
     timeout, name, description = timeout_of(group), group.group_name, group.group_desc
     _reconnected[group] = _reconnected.get(group, 0) + 1
     store = _store_of(group)
-    made = {}
+    made: dict[torch.device, Any] = {}
     for device in old:
         made[device] = next((b for d, b in made.items() if old[d] is old[device]), None) or dist.ProcessGroupGloo(
             dist.PrefixStore(f"{device.type}/", store), dist.get_rank(group), group.size(), timeout
