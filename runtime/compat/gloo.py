@@ -64,7 +64,7 @@ def reconnect(group: dist.ProcessGroup) -> bool:
     Returns:
         Whether that was possible: gloo alone runs the group, and it was not reconnected too often (four times or more).
     """
-    old = {device: group._get_backend(device) for device in group._device_types}
+    old = {device: group._get_backend(device) for device in sorted(group._device_types, key=str)}  # alike on all ranks
     if any(type(backend) is not dist.ProcessGroupGloo for backend in old.values()):
         return False
     timeout, name, description = timeout_of(group), group.group_name, group.group_desc
