@@ -16,6 +16,7 @@ that knows its rows. It handles an operator in one of four ways:
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,13 +38,16 @@ from .averaged_gradient import AveragedGradient
 from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
 
 __all__ = [
+    "NOTED_VALUE",
     "Backing",
     "RowBox",
     "RowShardedTensor",
     "RowSplit",
     "UnreducedGradient",
     "contiguous_strides",
+    "is_homeless",
     "like_rows",
+    "noted_value",
     "refuse_unreduced",
 ]
 
@@ -196,6 +200,14 @@ class Backing(tuple[Tensor, ...]):
     Copied rows have their own memory, so that copies of this object are empty.
     """
 
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
 
@@ -265,6 +277,11 @@ class RowShardedTensor(DTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Use :meth:`wrap`."""
+
+    def move_in(self, place: RowShardedTensor) -> None:
+        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        for name in ("_local_tensor", "_spec", "split", "topology", "backing"):
+            setattr(self, name, getattr(place, name))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
@@ -421,6 +438,7 @@ class RowShardedTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
+            self.backing.noted.pop(self.split.name, None)
             _before_write(self.backing)
         return [compat.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in self._boxes()]
 
@@ -449,12 +467,6 @@ class RowShardedTensor(DTensor):
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks and cannot be pickled. "
-            "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
-        )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the inner tensor to torch's tools.
@@ -502,6 +514,22 @@ class RowShardedTensor(DTensor):
             return out
 
 
+NOTED_VALUE = "mfsdp_value"
+"""Attribute of an unsharded parameter: what :attr:`Backing.noted` has of it when it is sharded."""
+
+
+def noted_value(param: Tensor) -> str | None:
+    """Return the digest of a parameter's whole value, if one was noted."""
+    if isinstance(param, RowShardedTensor):
+        return param.backing.noted.get(param.split.name)
+    return vars(param).get(NOTED_VALUE)
+
+
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RowShardedTensor) -> Tensor:
@@ -535,6 +563,9 @@ class UnreducedGradient(RowShardedTensor):
         refuse_unreduced(self.split.name)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        refuse_unreduced(self.split.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_unreduced(self.split.name)
 
     @classmethod
@@ -650,6 +681,14 @@ _ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._foreach_copy_.default,
+    aten._foreach_zero_.default,
+}
 _MASKED = {aten.index_put_.default, aten.index_put.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -799,6 +838,8 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
                     keep(leaf)
+                    if func in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
+                        leaf.backing.noted.pop(leaf.split.name, None)
                     written[id(leaf.backing)] = leaf.backing
     for backing in written.values():
         _before_write(backing)

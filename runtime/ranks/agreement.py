@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import compat
 from .collective_order import AT_REST, StepPhase, orders
+from .lifeline import RankLost
 from .store_tree import Branch, branch_of
 from .watchdog import ORDER, conclude_once, watchdog
 
@@ -103,7 +104,8 @@ def agree(
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
         place = f"{topic}/{epoch}" if epoch else topic
-        with _store_needed(topic):
+        loss = _reaching_store(what or topic) if failure is None else contextlib.suppress(dist.DistNetworkError)
+        with loss:
             verdict = _verdict(
                 group,
                 ranks,
@@ -117,6 +119,7 @@ def agree(
                 is_last_resort=is_last_resort,
             )
             if failure is None and verdict["kind"] != "same":
+                _check_not_lost(verdict, what or topic)
                 raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
@@ -175,22 +178,23 @@ def conclude(
             gone.
     """
     ranks = dist.get_process_group_ranks(group)
-    with _store_needed(topic):
-        outcome = {"digest": _digest(lines), "offer": offer}
+    outcome = {"digest": _digest(lines), "offer": offer}
+    with _reaching_store(topic):
         verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
+        _check_not_lost(verdict, topic)
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
 
 
 @contextlib.contextmanager
-def _store_needed(topic: str) -> Iterator[None]:
-    """Context that says more than torch does if the store is gone."""
+def _reaching_store(what: str) -> Iterator[None]:
+    """Context for requests to the store. Its loss means that a process has ended."""
     try:
         yield
     except dist.DistNetworkError as error:
-        raise RuntimeError(
-            f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
+        raise RankLost(
+            f"{what}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
             "its launcher, has ended."
         ) from error
 
@@ -647,6 +651,14 @@ def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
     for rank, outcome in outcomes.items():
         found.setdefault(outcome.get("party", ""), []).append(rank)
     return list(found.values())
+
+
+def _check_not_lost(verdict: dict[str, Any], what: str) -> None:
+    if verdict["kind"] == "lost":
+        raise RankLost(
+            f"{what}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
+            "last checkpoint."
+        )
 
 
 def _explain(
