@@ -30,6 +30,7 @@ from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
@@ -47,6 +48,7 @@ LOCK_PATIENCE = 60.0
 it takes to remove an old checkpoint."""
 
 _LATEST = "latest"
+_SAVE = "a save of a checkpoint"
 _LOCK = ".lock"
 _log = logging.getLogger("mfsdp_compile")
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
@@ -172,11 +174,12 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
-        except CheckpointException as error:
+            with watchdog.explaining(_SAVE):
+                dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except (CheckpointException, RuntimeError) as error:
             raise save.failed(error) from error
         finally:
-            save.lock.close()
+            save.until_done.close()
         return save.path
 
     def save_async(
@@ -200,10 +203,15 @@ class Checkpoints:
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
-            save.lock.close()
             error = written.exception()
-            if isinstance(error, CheckpointException):
+            if isinstance(error, RuntimeError):
+                try:
+                    watchdog.explain(error, _SAVE)
+                except RuntimeError as explained:
+                    error = explained
+            if isinstance(error, (CheckpointException, RuntimeError)):
                 error = save.failed(error)
+            save.until_done.close()
             if error is not None:
                 _log.error(
                     "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
@@ -220,7 +228,7 @@ class Checkpoints:
         try:
             written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
-            save.lock.close()
+            save.until_done.close()
             raise
         self._under_way = done
         written.add_done_callback(finish)  # type: ignore[union-attr]
@@ -264,17 +272,36 @@ class Checkpoints:
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
+        with contextlib.ExitStack() as until_done:
+            until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
+            return self._prepared(step, sharded, optimizer, state, group, until_done)
+
+    def _prepared(
+        self,
+        step: int,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        state: dict[str, Any],
+        group: dist.ProcessGroup,
+        until_done: contextlib.ExitStack,
+    ) -> _Save:
+        """Agree on the folder to write to.
+
+        Args:
+            until_done: What must be closed when the save is done. The result takes it over.
+        """
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
-        lock = contextlib.ExitStack()
-        if is_first:
+        lock = until_done.enter_context(contextlib.ExitStack())
+        if dist.get_rank(group) == 0:
             try:
                 with _locked(self.root):
                     chosen = [(*self._prepare(step, sharded.lineage, lock), None)]
             except Exception as error:  # the other ranks wait for it
                 lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining(_SAVE):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, refusal = chosen[0]
         if refusal is not None:
             raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
@@ -292,7 +319,7 @@ class Checkpoints:
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
-        return _Save(state, writer, group, final, directory, lock)
+        return _Save(state, writer, group, final, directory, until_done.pop_all())
 
     def _prepare(self, step: int, lineage: Lineage, lock: contextlib.ExitStack) -> tuple[Path, Path, int]:
         """Create the folder to write to. Runs on the first rank, which holds the lock of the root.
@@ -364,7 +391,8 @@ class Checkpoints:
                 chosen = [
                     error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
                 ]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining("a search for the last checkpoint"):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
         return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
@@ -372,7 +400,8 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
 
-        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits end
+        within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
@@ -389,14 +418,17 @@ class _Save:
     group: dist.ProcessGroup
     path: Path
     directory: Path
-    lock: contextlib.ExitStack
+    until_done: contextlib.ExitStack
 
-    def failed(self, error: CheckpointException) -> CheckpointError:
+    def failed(self, error: CheckpointException | RuntimeError) -> CheckpointError:
         """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
-        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
+        what = f"Saving {self.path} failed; earlier checkpoints are as they were"
+        if isinstance(error, CheckpointException):
+            return as_checkpoint_error(error, what)
+        return CheckpointError(f"{what}. {error}")
 
 
 @contextlib.contextmanager

@@ -160,6 +160,7 @@ def conclude(
     offer: Any,
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
+    is_last_resort: bool = False,
 ) -> Any:
     """Return the result of combining all ranks' offers on one rank of ``group``; the same on every rank.
 
@@ -170,6 +171,7 @@ def conclude(
         offer: This rank's offer; plain JSON data.
         combine: Called with all offers, in the order of the ranks, on the rank that arrives last. Returns plain data.
         timeout: How long to wait for ranks that do not arrive.
+        is_last_resort: See :func:`agree`.
 
     Raises:
         RuntimeError: On every rank: lines differ, ``combine`` failed, a rank did not arrive in time, or the store is
@@ -178,7 +180,7 @@ def conclude(
     ranks = dist.get_process_group_ranks(group)
     outcome = {"digest": _digest(lines), "offer": offer}
     with _reaching_store(topic):
-        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
+        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
         _check_not_lost(verdict, topic)
@@ -254,7 +256,8 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with watchdog.explaining(f"a comparison of {what}"):
+        dist.all_gather_object(found, value, group=group)
     return found
 
 

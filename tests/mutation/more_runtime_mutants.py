@@ -455,6 +455,21 @@ MORE_RUNTIME = (
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
     ),
+    # -- limits of compilation, and ranks that end -----------------------------------------------------------------------
+    Mutant(
+        "runtime/compat/recompilation.py",
+        "code is left to Python at the limit of recompilations",
+        "config.patch(recompile_limit=sys.maxsize, **varying)",
+        "config.patch(**varying)",
+        ("ranks/test_recompilation.py", "runtime/test_compat.py -k beyond_the_limit"),
+    ),
+    Mutant(
+        "runtime/recovery.py",
+        "process groups of the program stay closed after a reset",
+        "        _reconnect(name, ranks, model.members.agreeing)\n",
+        "        pass\n",
+        ("ranks/test_stalls.py -k default_group",),
+    ),
     Mutant(
         "runtime/ranks/watchdog.py",
         "nobody tells ranks that wait for a process that has ended",
