@@ -16,6 +16,7 @@ not test for strategies by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -150,6 +151,7 @@ class Topology:
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
         skips_itself: Whether a rank that shares its parameters with no other one leaves out collectives, as for experts.
+        gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by operator.
     """
 
     mesh: DeviceMesh
@@ -163,6 +165,7 @@ class Topology:
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
     skips_itself: bool = False
+    gathered: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # copies communicate over the same groups

@@ -26,6 +26,7 @@ __all__ = [
     "DispatchKey",
     "TorchDispatchMode",
     "TorchFunctionMode",
+    "decomposed",
     "in_call_of",
     "no_torch_function",
     "outside_selective_checkpoint",
@@ -65,6 +66,13 @@ def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
         return operator(*args, **kwargs)
     subgraph, _, *operands = args
     return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+
+
+def decomposed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that consists of others, which reach subclasses whole in inference mode; else NotImplemented."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)
+    return NotImplemented
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

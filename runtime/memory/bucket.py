@@ -37,7 +37,8 @@ from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
 from .redistribute import take_rows_of_part
-from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
+from .rows import Backing, RowSplit, contiguous_strides
+from .tensor import RowShardedTensor, UnreducedGradient, mark_provisional
 
 if TYPE_CHECKING:
     from ..owner import Owner

@@ -19,7 +19,7 @@ from .. import compat
 
 if TYPE_CHECKING:
     from ..topology import Topology
-    from .tensor import RowSplit
+    from .rows import RowSplit
 
 __all__ = [
     "RowMove",
@@ -57,9 +57,13 @@ def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)
 
 
-def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    """Return the whole tensor on every rank. A collective."""
-    topology.announce(f"full_tensor() of {split.name!r}", split.name)
+def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: str = "full_tensor()") -> Tensor:
+    """Return the whole tensor on every rank. A collective.
+
+    Args:
+        what: What it is for, for error messages on ranks that do something else.
+    """
+    topology.announce(f"{what} of {split.name!r}", split.name)
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 

@@ -344,8 +344,8 @@ def test_experts_whose_matrices_are_cut(mode: str) -> None:
         with torch.no_grad():
             assert torch.equal((param + whole[name]).full_tensor(), 2 * whole[name])
         if is_expert(name):
-            assert param.split.row_dims == 2
-            assert len(param.split.rows(0)) % param.shape[1]
+            assert param.row_split.row_dims == 2
+            assert len(param.row_split.rows(0)) % param.shape[1]
 
 
 # -- parameters at rest ------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.tensor import RowShardedTensor, RowSplit
+from mfsdp_compile.runtime.memory.rows import RowSplit
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.optim.state import shard_state
 from mfsdp_compile.runtime.optim.trial import depends_on_others, is_elementwise
@@ -224,7 +225,7 @@ def test_muon_owns_what_costs_no_padding() -> None:
     model, _ = fully_shard(three, muon(three), fsdp_unit_modules=[Pair])
     held = [len(linear.weight.to_local()) for linear in model.module.linears]
     assert sum(held) == 3 * 1024
-    items = [whole_item(linear.weight.split) for linear in model.module.linears]
+    items = [whole_item(linear.weight.row_split) for linear in model.module.linears]
     assert sorted(owner.shard for owner in owners(items, 2)) in ([0, 0, 1], [0, 1, 1])
 
 
