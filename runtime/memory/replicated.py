@@ -164,7 +164,7 @@ def replicate(result: Any, sources: Sequence[Tensor]) -> Any:
     """Wrap what every rank has computed from ``sources``, some of them sharded, in nested lists."""
     if isinstance(result, (list, tuple)):
         return type(result)([replicate(each, sources) for each in result])
-    if not isinstance(result, Tensor):
+    if not isinstance(result, Tensor) or isinstance(result, DTensor):
         return result
     mine = next(t for t in sources if isinstance(t, Dispatched))
     return ReplicatedTensor.wrap(result, mine.device_mesh, averaging_of(result, sources))

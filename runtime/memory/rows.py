@@ -61,8 +61,10 @@ class RowSplit:
     def with_inner(self, inner: tuple[int, ...]) -> RowSplit:
         """Return the split of a tensor with the same rows, whose rows have the shape ``inner``."""
         own = self.layout.slots[self.index].shape[self.row_dims :]
-        return self if inner == (own if self.inner is None else self.inner) else replace(
-            self, inner=None if inner == own else inner
+        return (
+            self
+            if inner == (own if self.inner is None else self.inner)
+            else replace(self, inner=None if inner == own else inner)
         )
 
     def has_rows_of(self, other: RowSplit) -> bool:

@@ -27,7 +27,15 @@ from .dispatched import Dispatched
 from .redistribute import all_gather_rows
 from .rows import Backing, RowBox, RowSplit, contiguous_strides
 
-__all__ = ["RowShardedTensor", "UnreducedGradient", "before_write", "is_provisional", "keep", "mark_provisional", "refuse_unreduced"]
+__all__ = [
+    "RowShardedTensor",
+    "UnreducedGradient",
+    "before_write",
+    "is_provisional",
+    "keep",
+    "mark_provisional",
+    "refuse_unreduced",
+]
 
 
 _T = TypeVar("_T", bound="RowShardedTensor")
@@ -100,9 +108,7 @@ class RowShardedTensor(Dispatched):
             row = local.stride(0)
             leading = (stride * row for stride in contiguous_strides(split.leading))
             spec = self.spec_of(split, self.topology, local.dtype, (*leading, *local.stride()[1:]))
-        wrapped = RowShardedTensor.wrap(
-            local, split, self.topology, backing=self.backing if is_view else (), spec=spec
-        )
+        wrapped = RowShardedTensor.wrap(local, split, self.topology, backing=self.backing if is_view else (), spec=spec)
         if is_view and _PROVISIONAL in vars(self):
             wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
         return wrapped
@@ -254,7 +260,9 @@ class RowShardedTensor(Dispatched):
         return handle
 
     def share_memory_(self) -> Tensor:
-        raise RuntimeError(f"{self.row_split.name!r} is a part of a bucket: its memory cannot be shared between processes.")
+        raise RuntimeError(
+            f"{self.row_split.name!r} is a part of a bucket: its memory cannot be shared between processes."
+        )
 
     # torch.distributed.checkpoint calls these to learn which rows this rank holds. ``Shard(0)`` would imply others.
 

@@ -110,7 +110,9 @@ class ShardedMuon(torch.optim.Muon):
         flat = iter(rows(param).reshape(-1) for param in params)
         parts: list[Tensor] = []
         for param in params:
-            numels = [len(item.held(topology.shard)) for item in items[len(parts) : len(parts) + _count(param.row_split)]]
+            numels = [
+                len(item.held(topology.shard)) for item in items[len(parts) : len(parts) + _count(param.row_split)]
+            ]
             parts.extend(next(flat).split(numels))
         return Journey(items, legs, parts).start()
 

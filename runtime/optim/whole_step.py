@@ -125,7 +125,9 @@ class WholeStep:
 
     @torch.no_grad()
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        topology.announce(f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name)
+        topology.announce(
+            f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
+        )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             for k, value in journey.there().items():
                 param = params[numbers[k]]

@@ -2,11 +2,11 @@
 
 Each is computed in the first of these ways that can:
 
+    reduction     over all rows: one all-reduce, to a replicated tensor
     elementwise   on each rank's rows, without communication; optimizers consist of these. If the rows of two tensors
                   of one shape are on different ranks, those of one tensor move first, by one all-to-all
     random        draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
     row by row    what computes each row from itself (sums of rows, a column, a product with a matrix): on each rank's rows
-    reduction     over all rows: one all-reduce, to a replicated tensor
     whole         everything else: gathers the tensors, and computes a replicated tensor on every rank. A view is
                   gathered when it is read, and writes to it reach the rows
 
@@ -27,7 +27,7 @@ from .elementwise import like_rows
 
 __all__ = ["like_rows"]
 
-_TIERS = (elementwise.compute, random.compute, row_by_row.compute, reductions.compute, whole.compute)
+_TIERS = (reductions.compute, elementwise.compute, random.compute, row_by_row.compute, whole.compute)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

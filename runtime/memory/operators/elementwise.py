@@ -15,7 +15,7 @@ from ..tensor import RowShardedTensor
 from .arguments import about_to_write, rows_among, written_to
 from .gather import whole_of
 
-__all__ = ["compute", "is_elementwise", "is_foreach", "like_rows", "local_rows", "run"]
+__all__ = ["compute", "is_elementwise", "is_foreach", "like_rows", "run"]
 
 aten = torch.ops.aten
 
@@ -133,7 +133,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reference is None:
             return value._local_tensor if isinstance(value, DTensor) else value
         key = id(value), id(reference)
-        return moved[key] if key in moved else local_rows(value, reference)
+        return moved[key] if key in moved else _local_rows(value, reference)
 
     def wrap(value: Any, reference: Any) -> Any:
         if not isinstance(value, Tensor) or reference is None:
@@ -215,7 +215,7 @@ def like_rows(value: RowShardedTensor, reference: RowShardedTensor) -> RowSharde
     return reference.with_local(local)
 
 
-def local_rows(value: Tensor, reference: RowShardedTensor) -> Tensor:
+def _local_rows(value: Tensor, reference: RowShardedTensor) -> Tensor:
     """Return this rank's part of an argument, to combine it with the local rows of ``reference``.
 
     Ordinary tensors and replicated ones hold the same values on every rank. Rows are taken from a whole tensor;

@@ -48,9 +48,9 @@ def whole_of(tensor: Tensor, what: Any, other_rows_count: bool = True) -> Whole:
     if isinstance(tensor, RowShardedTensor):
         values = _rows(tensor, what) if other_rows_count else _own_rows(tensor)
         if values.stride() != tensor.stride():
-            values = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device
-            ).copy_(values)
+            values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device).copy_(
+                values
+            )
         return Whole(values)
     if isinstance(tensor, RowView):
         return Whole(tensor.of(whole_of(tensor.base, what).values))
@@ -80,9 +80,7 @@ def _own_rows(tensor: RowShardedTensor) -> Tensor:
 def _dtensor(tensor: DTensor, what: Any) -> Whole:
     """Gather a DTensor of torch's. It may have the placements of a parameter at rest, and rows where torch puts them."""
     placements, mesh = tensor.placements, tensor.device_mesh
-    uneven = [
-        dim for dim, p in enumerate(placements) if isinstance(p, compat.RowShard) and mesh.size(dim) > 1
-    ]
+    uneven = [dim for dim, p in enumerate(placements) if isinstance(p, compat.RowShard) and mesh.size(dim) > 1]
     if not uneven:
         if all(placement.is_replicate() for placement in placements):
             return Whole(tensor._local_tensor, (slice(None),) * tensor.ndim)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..redistribute import take_rows
 from ..replicated import replicate
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write, by_name, dims_of, leaves_of, written_to
-from .elementwise import like_rows, local_rows, run
+from .elementwise import like_rows, run
+from .gather import whole_of
 
 __all__ = ["compute"]
 
@@ -180,7 +182,9 @@ def _norms(parts: Sequence[_Reduced], order: Any, dtype: torch.dtype | None) -> 
         totals = _extreme_of_all(torch.cat(locals_), "max", first)
     else:
         others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        totals = first.over_pieces(torch.cat(locals_), "sum", f"a norm of {first.row_split.name!r}{others}") ** (1.0 / order)
+        totals = first.over_pieces(torch.cat(locals_), "sum", f"a norm of {first.row_split.name!r}{others}") ** (
+            1.0 / order
+        )
     return [
         total.reshape(part.shape)
         for total, part in zip(totals.split([len(local) for local in locals_]), parts, strict=True)
@@ -248,9 +252,16 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].shape != args[1].shape:
         return False if func is aten.equal.default else NotImplemented
     reference = next(a for a in args if isinstance(a, RowShardedTensor))
-    if any(isinstance(a, RowShardedTensor) and a.row_split.partition != reference.row_split.partition for a in args[:2]):
+    if any(
+        isinstance(a, RowShardedTensor) and a.row_split.partition != reference.row_split.partition for a in args[:2]
+    ):
         return NotImplemented
-    mine = [local_rows(like_rows(a, reference) if isinstance(a, RowShardedTensor) else a, reference) for a in args[:2]]
+    mine = [
+        like_rows(a, reference)._local_tensor
+        if isinstance(a, RowShardedTensor)
+        else take_rows(whole_of(a, func).values, reference.row_split, reference.topology.shard)
+        for a in args[:2]
+    ]
     same = func(*mine, *args[2:], **kwargs)
     device = reference._local_tensor.device
     return bool(reference.over_pieces(torch.tensor(int(same), device=device), "min").item())

@@ -107,8 +107,10 @@ def _reshaped(func: Any, tensor: RowShardedTensor, sizes: Sequence[int], **_: An
 
 def _product(func: Any, rows: Any, other: Any) -> Any:
     """Multiply rows by a matrix or vector that every rank holds or gathers."""
-    if not isinstance(rows, RowShardedTensor) or not rows.row_split.holds_whole_rows or not isinstance(
-        other, (RowShardedTensor, ReplicatedTensor)
+    if (
+        not isinstance(rows, RowShardedTensor)
+        or not rows.row_split.holds_whole_rows
+        or not isinstance(other, (RowShardedTensor, ReplicatedTensor))
     ):
         return NotImplemented
     return rows.with_local(func(rows._local_tensor, whole_of(other, func).values))

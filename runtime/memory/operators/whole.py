@@ -94,10 +94,14 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
             )
     if spread and not is_elementwise(func):
         for tensor in leaves_of(args, kwargs):
-            if not isinstance(tensor, DTensor) and tensor.ndim and tensor.is_floating_point() and not any(
-                tensor is w for w in writes
-            ) and func not in _TAKE_VALUES:
-                raise unsupported(func, (spread[0], tensor), {})
+            if (
+                not isinstance(tensor, DTensor)
+                and tensor.ndim
+                and tensor.is_floating_point()
+                and not any(tensor is w for w in writes)
+                and func not in _TAKE_VALUES
+            ):
+                raise unsupported(func, (_base(spread[0]), tensor), {})
 
 
 _TAKE_VALUES = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
@@ -110,9 +114,7 @@ def _view(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     averaging = averaging_of(tensor, [tensor])
     if isinstance(made, Tensor):
         return RowView.make(base, (*steps, Step(func, args, kwargs)), averaging)
-    return [
-        RowView.make(base, (*steps, Step(func, args, kwargs, index)), averaging) for index in range(len(made))
-    ]
+    return [RowView.make(base, (*steps, Step(func, args, kwargs, index)), averaging) for index in range(len(made))]
 
 
 def _each_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
