@@ -16,7 +16,6 @@ not test for strategies by name.
 
 from __future__ import annotations
 
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import IntEnum

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from . import host
 from .bucket import Bucket
-from .redistribute import take_rows
 from .operators import like_rows
+from .redistribute import take_rows
 from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, mark_provisional
 
 __all__ = [

@@ -72,9 +72,11 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
     gathered = topology.on_device(gathered)
+    if not gathered.is_floating_point():
+        gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    pieces = gathered.view(len(counts), -1)
+    pieces = gathered.view(local.dtype).view(len(counts), -1)
     return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)]).view(split.part_shape)
 
 

@@ -9,6 +9,7 @@ that knows its rows. :mod:`.operators` computes with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -108,7 +109,10 @@ class RowShardedTensor(Dispatched):
             row = local.stride(0)
             leading = (stride * row for stride in contiguous_strides(split.leading))
             spec = self.spec_of(split, self.topology, local.dtype, (*leading, *local.stride()[1:]))
-        wrapped = RowShardedTensor.wrap(local, split, self.topology, backing=self.backing if is_view else (), spec=spec)
+        with torch.inference_mode(self.is_inference()) if is_view else contextlib.nullcontext():
+            wrapped = RowShardedTensor.wrap(
+                local, split, self.topology, backing=self.backing if is_view else (), spec=spec
+            )
         if is_view and _PROVISIONAL in vars(self):
             wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
         return wrapped

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import compat
@@ -34,6 +35,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(isinstance(leaf, UnreducedGradient) for leaf in leaves):
         return unreduced.compute(func, args, kwargs)
+    if torch.is_inference_mode_enabled() and (result := compat.decomposed(func, args, kwargs)) is not NotImplemented:
+        return result
     if not any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
         return whole.compute(func, args, kwargs)
     for compute in _TIERS:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ... import compat
 from ..redistribute import RowMove, move_rows, same_ranks, take_broadcast_rows
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write, rows_among, written_to

@@ -47,7 +47,7 @@ def whole_of(tensor: Tensor, what: Any, other_rows_count: bool = True) -> Whole:
     """
     if isinstance(tensor, RowShardedTensor):
         values = _rows(tensor, what) if other_rows_count else _own_rows(tensor)
-        if values.stride() != tensor.stride():
+        if values.stride() != tensor.stride() and 0 not in tensor.stride():
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device).copy_(
                 values
             )

@@ -20,12 +20,58 @@ aten = torch.ops.aten
 
 _OVER_DIMS = {
     f"aten::{name}"
-    for name in (
-        "sum mean nansum prod amax amin any all max min argmax argmin var std var_mean std_mean logsumexp median "
-        "nanmedian mode kthvalue norm linalg_vector_norm count_nonzero cumsum cumprod cummax cummin logcumsumexp "
-        "_softmax _log_softmax sort topk flip select slice unsqueeze squeeze unbind split split_with_sizes transpose "
-        "diagonal unfold cat stack select_backward slice_backward _softmax_backward_data _log_softmax_backward_data"
-    ).split()
+    for name in [
+        "sum",
+        "mean",
+        "nansum",
+        "prod",
+        "amax",
+        "amin",
+        "any",
+        "all",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "logsumexp",
+        "median",
+        "nanmedian",
+        "mode",
+        "kthvalue",
+        "norm",
+        "linalg_vector_norm",
+        "count_nonzero",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "logcumsumexp",
+        "_softmax",
+        "_log_softmax",
+        "sort",
+        "topk",
+        "flip",
+        "select",
+        "slice",
+        "unsqueeze",
+        "squeeze",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "transpose",
+        "diagonal",
+        "unfold",
+        "cat",
+        "stack",
+        "select_backward",
+        "slice_backward",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+    ]
 }
 """Operators that treat indices of every dimension but those of their argument ``dim`` (or ``dims``) alike."""
 

@@ -35,10 +35,6 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check(func, args, kwargs, spread, writes)
     if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
         return _by_torch(func, args, kwargs, tensors)
-    if torch.Tag.inplace_view not in func.tags and not func._schema.is_mutable:
-        made = compat.decomposed(func, args, kwargs)
-        if made is not NotImplemented:
-            return made
     read = [t for t in spread if not any(t is w for w in writes)]
     in_place = _same_place(func)
     needed = {id(_base(t)) for t in (read if in_place else spread)}
