@@ -60,7 +60,20 @@ def shard(whole: Tensor, topology: Topology, before: int = 0, cuts_matrices: boo
 
 # -- torch's database of operators ------------------------------------------------------------------------------------
 
-RANDOM = "normal bernoulli multinomial dropout rrelu empty rand cauchy exponential geometric fractional lowrank".split()
+RANDOM = [
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "dropout",
+    "rrelu",
+    "empty",
+    "rand",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "fractional",
+    "lowrank",
+]
 NOT_OF_PARAMETERS = {
     "to_sparse",  # other layouts
     "sparse.mm",

@@ -28,7 +28,7 @@ from .elementwise import like_rows
 
 __all__ = ["like_rows"]
 
-_TIERS = (reductions.compute, elementwise.compute, random.compute, row_by_row.compute, whole.compute)
+_TIERS = (reductions.compute, elementwise.compute, random.compute, row_by_row.compute)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,7 +42,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for compute in _TIERS:
         if (result := compute(func, args, kwargs)) is not NotImplemented:
             return result
-    raise AssertionError(func)
+    return whole.compute(func, args, kwargs)
 
 
 Dispatched.dispatch = staticmethod(_dispatch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ... import compat
 from ..tensor import RowShardedTensor, before_write, keep
 
-__all__ = ["about_to_write", "by_name", "dims_of", "leaves_of", "rows_among", "unsupported", "written_to"]
+__all__ = ["about_to_write", "by_name", "dims_of", "leaves_of", "refuse", "rows_among", "written_to"]
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...] | None:
     return tuple(d % max(ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim]))
 
 
-def unsupported(func: Any, args: Any, kwargs: Any, why: str = "") -> RuntimeError:
+def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     tensors = leaves_of(args, kwargs)
     sharded = next((t for t in tensors if isinstance(t, RowShardedTensor)), None)
     name = repr(sharded.row_split.name) if sharded is not None else "a parameter"
@@ -65,7 +65,7 @@ def unsupported(func: Any, args: Any, kwargs: Any, why: str = "") -> RuntimeErro
         what = f"{func} mixes the sharded parameter {name} with an ordinary tensor of shape {tuple(plain[0].shape)}"
     else:
         what = f"{func} on the sharded parameter {name} {why}"
-    return RuntimeError(
+    raise RuntimeError(
         f"{what}. Between steps a parameter is this rank's shard. Ordinary tensors can be combined with it element by "
         "element. Anything else is computed with distribute_tensor(tensor, parameter.device_mesh, [Replicate()]), or "
         "with parameter.full_tensor() (collectives: call them on all ranks). Inside the forward of the module that "

@@ -16,7 +16,7 @@ from ... import compat
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, replicate
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, unsupported, written_to
+from .arguments import leaves_of, refuse, written_to
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
@@ -81,7 +81,7 @@ def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
 
 def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
     if torch.Tag.inplace_view in func.tags and any(isinstance(t, Dispatched) for t in writes):
-        raise unsupported(func, args, kwargs, "would change its shape or memory in place")
+        refuse(func, args, kwargs, "would change its shape or memory in place")
     for tensor in writes:
         if isinstance(tensor, ReplicatedTensor) and not isinstance(tensor, RowView) and tensor.view_of:
             raise RuntimeError(
@@ -97,7 +97,7 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
                 and not any(tensor is w for w in writes)
                 and func not in _TAKE_VALUES
             ):
-                raise unsupported(func, (_base(spread[0]), tensor), {})
+                refuse(func, (_base(spread[0]), tensor), {})
 
 
 _TAKE_VALUES = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
