@@ -183,16 +183,16 @@ def averaging_of(result: Tensor, sources: Sequence[Tensor]) -> Averaging | None:
 
 
 class Step(NamedTuple):
-    """One operator of those that make a view: ``func(tensor, *args, **kwargs)``, of whose results it is number ``index``."""
+    """One operator of those that make a view: ``func(tensor, *args, **kwargs)``, of whose results it is number ``number``."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None = None
+    number: int | None = None
 
     def of(self, tensor: Tensor) -> Any:
         made = self.func(tensor, *self.args, **self.kwargs)
-        return made if self.index is None else made[self.index]
+        return made if self.number is None else made[self.number]
 
 
 class RowView(ReplicatedTensor):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ def _is_sharded(result: Any) -> bool:
     return result is NotImplemented or isinstance(result, (DTensor, bool))
 
 
-class _Reduced(NamedTuple):
+@dataclass(frozen=True)
+class _Reduced:
     """What is reduced.
 
     Args:
