@@ -26,8 +26,8 @@ __all__ = [
     "DispatchKey",
     "TorchDispatchMode",
     "TorchFunctionMode",
-    "decomposed",
     "in_call_of",
+    "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
     "run_higher_order",
@@ -68,11 +68,10 @@ def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
     return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
 
 
-def decomposed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that consists of others, which reach subclasses whole in inference mode; else NotImplemented."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return func.decompose(*args, **kwargs)
-    return NotImplemented
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
+    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return composite
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

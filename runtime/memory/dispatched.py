@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 
-__all__ = ["Dispatched"]
+__all__ = ["Dispatched", "dispatching"]
 
 
 class Dispatched(DTensor):
@@ -39,7 +40,7 @@ class Dispatched(DTensor):
                     return func(*args, **(kwargs or {}))
                 with _DispatchMode():
                     out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.grad_fn is not None:
+            if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
 
@@ -55,6 +56,11 @@ class _DispatchMode(compat.TorchDispatchMode):
         if any(isinstance(leaf, Dispatched) for leaf in compat.tree_leaves((args, kwargs))):
             return Dispatched.dispatch(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def dispatching() -> contextlib.AbstractContextManager[Any]:
+    """Context for operators of :class:`Dispatched` tensors that are called while one is computed."""
+    return contextlib.nullcontext() if compat.DTENSOR_SUBCLASSES_DISPATCH else _DispatchMode()
 
 
 _PLAIN_ATTRIBUTES = {

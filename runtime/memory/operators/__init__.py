@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ..dispatched import Dispatched
+from ..dispatched import Dispatched, dispatching
 from ..tensor import RowShardedTensor, UnreducedGradient
 from . import elementwise, random, reductions, row_by_row, unreduced, whole
 from .elementwise import like_rows
@@ -35,8 +35,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(isinstance(leaf, UnreducedGradient) for leaf in leaves):
         return unreduced.compute(func, args, kwargs)
-    if torch.is_inference_mode_enabled() and (result := compat.decomposed(func, args, kwargs)) is not NotImplemented:
-        return result
+    if torch.is_inference_mode_enabled() and compat.is_composite(func):  # elsewhere, autograd decomposes it
+        with dispatching():
+            return func.decompose(*args, **kwargs)
     if not any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
         return whole.compute(func, args, kwargs)
     for compute in _TIERS:

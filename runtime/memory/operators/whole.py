@@ -117,7 +117,9 @@ def _each_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Run a foreach operator for one number of its lists after the other: few whole tensors exist at a time."""
     count = max(len(a) for a in args if is_list_of_tensors(a))
     results = [
-        func(*[a[i : i + 1] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args], **kwargs)
+        Dispatched.dispatch(
+            func, tuple(a[i : i + 1] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args), kwargs
+        )
         for i in range(count)
     ]
     return None if results[0] is None else [each for result in results for each in result]
