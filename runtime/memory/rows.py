@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from .. import compat
 from ..layout import BucketLayout
-from ..plan.partition import Partition
-from ..topology import Group
+
+if TYPE_CHECKING:
+    from ..plan.partition import Partition
+    from ..topology import Group
 
 __all__ = ["Backing", "RowBox", "RowSplit", "contiguous_strides"]
 

@@ -317,6 +317,8 @@ def test_writes_that_autograd_records_are_refused() -> None:
     twice = model.matrix * 2
     with raises_everywhere(RuntimeError, "'matrix'", "no_grad"):
         twice.t().mul_(3)
+    with raises_everywhere(RuntimeError, "'matrix'", "no_grad"):
+        twice.t()[0].mul_(3)
     assert torch.equal(twice.full_tensor(), whole["matrix"] * 2)
 
 
@@ -363,6 +365,8 @@ def test_arithmetic_with_torchs_dtensors() -> None:
     mesh = param.device_mesh
     mine = DTensor.from_local(param.to_local() * 3, mesh, param.placements, shape=param.shape, stride=param.stride())
     assert torch.equal(full(param + mine), whole["matrix"] + whole["matrix"] * 3)
+    mine.sub_(param)
+    assert torch.equal(mine.to_local(), param.to_local() * 3 - param.to_local())
     for placements in (param.placements, [Shard(0)], [Shard(1)], [Replicate()]):
         theirs = distribute_tensor(values.clone(), mesh, placements)
         assert torch.equal(full(param + theirs), whole["matrix"] + values)
