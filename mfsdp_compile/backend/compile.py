@@ -77,9 +77,16 @@ def mfsdp(
                 "rank would train alone. Call fully_shard_model first.",
                 stacklevel=2,
             )
-        return _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
+        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
 
-    escaped = _escaped(gm, shells)
+        def run_alone(*args: Any) -> Any:
+            outputs = alone(*args)
+            GraphRun([], str(chosen)).watch_backward(outputs)
+            return outputs
+
+        return run_alone
+
+    escaped = _escaped(gm)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
     refused: dict[str, str] = {}
@@ -107,7 +114,7 @@ def mfsdp(
             with graphs.expecting_graph():
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            hand_out(outputs, owners)
+            hand_out(outputs, args)
         return outputs
 
     def run(*args: Any) -> Any:
@@ -123,13 +130,14 @@ def mfsdp(
                 stack.enter_context(graphs.expecting_graph())
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            hand_out(outputs, owners)
+            hand_out(outputs, args)
             return outputs
 
-    def hand_out(outputs: Sequence[Any], owners: Sequence[ShardedModel]) -> None:
-        for position, name in escaped.items():
-            for owner in owners:
-                owner.eager.hand_out(as_gathered(outputs[position], name))
+    def hand_out(outputs: Sequence[Any], args: Sequence[Any]) -> None:
+        for position, argument in escaped.items():
+            home: Home = args[argument].mfsdp_home
+            (owner,) = models_of([home.bucket])
+            owner.eager.hand_out(as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket)
 
     return run_served if served else run
 
@@ -453,8 +461,8 @@ def _like_served(bucket: Bucket) -> tuple[Tensor, ...]:
     return anchor.detach().requires_grad_(plan.requires_grad), full, *scales
 
 
-def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
-    """Return the parameters that a graph returns unchanged, by position.
+def _escaped(gm: fx.GraphModule) -> dict[int, int]:
+    """Return the positions of the parameters that a graph returns unchanged, among its outputs and its arguments.
 
     Code behind a graph break gets them, and may write to them.
     """
@@ -462,8 +470,7 @@ def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
         if isinstance(node, fx.Node) and node.target in MARKERS:
-            home = shells[placeholders.index(node.args[0])]
-            found[position] = home.bucket.splits[home.index].name
+            found[position] = placeholders.index(node.args[0])
     return found
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
+import logging
 import operator
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +42,13 @@ from .saving import PublishingWriter, sharded_part, sync_directory
 
 __all__ = ["Checkpoints"]
 
+LOCK_PATIENCE = 60.0
+"""Seconds to wait for a process that starts or publishes a save in the same folder. That takes milliseconds, and as long as
+it takes to remove an old checkpoint."""
+
 _LATEST = "latest"
+_LOCK = ".lock"
+_log = logging.getLogger("mfsdp_compile")
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -60,8 +69,8 @@ class Checkpoints:
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
-    a training that was restarted from scratch), saving goes on, because a mistake in one job must not cost the work of
-    another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
+    a training that was restarted from scratch), saving goes on, also at the same time, because a mistake in one job must
+    not cost the work of another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
     names the others.
 
     Args:
@@ -181,12 +190,13 @@ class Checkpoints:
         """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
 
         The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
-        destroyed.
+        destroyed. A failure is logged as an error when it happens, whether or not anybody asks for it.
 
         Returns:
             A future of the folder. Its exception is the one that :meth:`save` would raise.
         """
         save = self._begin(step, model, optimizer, extra)
+        rank = dist.get_rank()
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
@@ -195,6 +205,14 @@ class Checkpoints:
             if isinstance(error, CheckpointException):
                 error = save.failed(error)
             if error is not None:
+                _log.error(
+                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
+                    "ending, call wait() before it destroys its process group.",
+                    rank,
+                    step,
+                    save.path,
+                    error,
+                )
                 done.set_exception(error)
             else:
                 done.set_result(save.path)
@@ -251,8 +269,8 @@ class Checkpoints:
         lock = contextlib.ExitStack()
         if is_first:
             try:
-                lock.enter_context(_locked(self.root))
-                chosen = [(*self._prepare(step, sharded.lineage), None)]
+                with _locked(self.root):
+                    chosen = [(*self._prepare(step, sharded.lineage, lock), None)]
             except Exception as error:  # the other ranks wait for it
                 lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
@@ -262,36 +280,44 @@ class Checkpoints:
             raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
 
         def publish() -> None:
-            os.rename(directory, final)
-            sync_directory(self.root)
-            try:
-                write_durably(self.root / _LATEST, final.name)
-                self._remove_old(sharded.lineage)
-            except OSError as error:  # the checkpoint itself is complete
-                warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
+            with _locked(self.root):
+                (directory / _LOCK).unlink()
+                os.rename(directory, final)
+                sync_directory(self.root)
+                try:
+                    write_durably(self.root / _LATEST, final.name)
+                    self._remove_old(sharded.lineage)
+                except OSError as error:  # the checkpoint itself is complete
+                    warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
         return _Save(state, writer, group, final, directory, lock)
 
-    def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
-        """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
-        for pattern in (
-            ".saving-*",
-            ".removing-*",
-        ):  # left by a process that died; none is active, because this process holds the lock
-            for left in self.root.glob(pattern):
+    def _prepare(self, step: int, lineage: Lineage, lock: contextlib.ExitStack) -> tuple[Path, Path, int]:
+        """Create the folder to write to. Runs on the first rank, which holds the lock of the root.
+
+        Args:
+            lock: Gets the folder's lock, which shows that its save is in progress.
+
+        Returns:
+            The folder, its final path, and the serial number.
+        """
+        for left in self.root.glob(".removing-*"):  # by a process that died: removing takes the lock of the root
+            remove(left)
+        for left in self.root.glob(".saving-*"):
+            if left.is_symlink() or not left.is_dir() or not _is_locked(left):
                 remove(left)
         complete, _ = self._find()
         self._warn_of_others(complete, lineage)
         serial = complete[-1][0].serial + 1 if complete else 0
-        final, number = self.root / f"step-{step:08}", 0
-        while final.exists():  # from a run that was continued from an earlier step; it stays
-            number += 1
-            final = self.root / f"step-{step:08}.{number}"
-        directory = self.root / f".saving-{serial}"
+        names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
+        # A name is taken by an earlier checkpoint, which stays, or by a save of another job that is in progress.
+        name = next(n for n in names if not (self.root / n).exists() and not (self.root / f".saving-{n}").exists())
+        directory = self.root / f".saving-{name}"
         directory.mkdir()
-        return directory, final, serial
+        lock.enter_context(_locked(directory))
+        return directory, self.root / name, serial
 
     def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
         others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
@@ -374,19 +400,47 @@ class _Save:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Hold a lock, so that one process writes at a time. The OS releases the lock of a process that dies."""
-    root.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"{root} is in use by a save of another process or another Checkpoints") from None
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. The operating system releases the lock of a process that dies.
+
+    Raises:
+        TimeoutError: Another process has held it for :data:`LOCK_PATIENCE`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + LOCK_PATIENCE
+    with _lock_file(folder, os.O_CREAT) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{folder / _LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process that "
+                        "saves into this folder stopped?"
+                    ) from None
+            time.sleep(0.05)
         try:
             yield
         finally:  # closing is not enough: a process forked in the meantime also has the file open
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock."""
+    try:
+        with _lock_file(folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it is a link
+        pass
+    return False
+
+
+def _lock_file(folder: Path, flags: int = 0) -> IO[str]:
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(folder / _LOCK, flags, 0o666), "r+")
 
 
 def _manifest(

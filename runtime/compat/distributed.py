@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
@@ -53,6 +54,7 @@ __all__ = [
     "new_group_like",
     "process_group",
     "reduce_scatter",
+    "register_fully_sharded",
     "stand_around_collectives",
     "timeout_of",
     "wait_tensor",
@@ -77,6 +79,11 @@ Older torch has a buffer for each message, and keeps sent outputs until the back
 memory for a single message, and releases outputs once they are sent. Gradients of inputs stay until the end of the
 step.
 """
+
+
+def register_fully_sharded(module: nn.Module) -> None:
+    """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> list[str]:

@@ -42,7 +42,9 @@ __all__ = [
     "as_written",
     "is_sharded",
     "label_module",
+    "owner_of",
     "register_forward",
+    "release_module",
     "shard_module",
     "unsharded_class",
 ]
@@ -90,6 +92,23 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
     module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
+
+
+def release_module(module: nn.Module) -> None:
+    """Undo :func:`shard_module`. The module's parameters stay what they are."""
+    state = vars(module)
+    if isinstance(module, nn.RNNBase):
+        state["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+    if getattr(module, _CASTS) and "forward" in state:
+        state["forward"] = state["forward"].__wrapped__
+    module.__class__ = unsharded_class(module)
+    for name in (_HOMES, _WINDOW, _SHELLS, _WRAPPERS, _LAYOUT, _LENT):
+        state.pop(name, None)
+
+
+def owner_of(module: nn.Module) -> Any:
+    """Return the sharded model that a module belongs to; None for a module that is not sharded."""
+    return vars(module)[_WINDOW].runtime.owner if is_sharded(module) else None
 
 
 def is_sharded(module: nn.Module) -> bool:

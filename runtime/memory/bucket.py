@@ -36,9 +36,17 @@ from . import host
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
-from .redistribute import take_rows_of_part
+from .pickled import places
+from .redistribute import RowMove, move_rows, take_rows_of_part
 from .rows import Backing, RowSplit, contiguous_strides
-from .tensor import RowShardedTensor, UnreducedGradient, mark_provisional
+from .tensor import (
+    NOTED_VALUE,
+    RowShardedTensor,
+    UnreducedGradient,
+    is_homeless,
+    mark_provisional,
+    noted_value,
+)
 
 if TYPE_CHECKING:
     from ..owner import Owner
@@ -256,7 +264,8 @@ class Bucket:
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = self._at_rest(layout.shard_numel).zero_()
-        self._copy_rows([local_part(original) for original in originals], flat)
+        self._copy_all(originals, flat)
+        places.add(self)
         self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
         """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
@@ -297,10 +306,10 @@ class Bucket:
         if self.extension is not None:
             self.extension = self.extension.around(views[0])
         backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        noted = zip(self.splits, map(noted_value, like), strict=True)
+        backing.noted.update((split.name, digest) for split, digest in noted if digest is not None)
         self.params = tuple(
-            nn.Parameter(
-                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=original.requires_grad
-            )
+            _parameter(RowShardedTensor.wrap(view, split, self.topology, backing=backing), original)
             for view, split, original in zip(views, self.splits, like, strict=True)
         )
         for param, view in zip(self.params, views, strict=True):
@@ -395,6 +404,26 @@ class Bucket:
         """Copy this rank's rows from ``parts``: every parameter, or the part of it that the bucket holds."""
         self.await_gather()
         self._copy_rows(parts, self.flat.detach())
+
+    @torch.no_grad()
+    def _copy_all(self, originals: Sequence[nn.Parameter], flat: Tensor) -> None:
+        """Copy this rank's rows of the parameters. A collective if some are sharded, in other places."""
+        sharded = [isinstance(original, RowShardedTensor) for original in originals]
+        whole = [
+            torch.empty(0, device="meta") if its else local_part(o) for its, o in zip(sharded, originals, strict=True)
+        ]
+        self._copy_rows(whole, flat)
+        moves = {
+            index: RowMove(each._local_tensor, each.row_split, each.topology, self.splits[index], self.topology)
+            for index, each in enumerate(originals)
+            if isinstance(each, RowShardedTensor)
+        }
+        away = [index for index, move in moves.items() if not move.is_nothing]
+        rows = {index: move.local for index, move in moves.items()}
+        rows |= zip(away, move_rows([moves[index] for index in away]), strict=True)
+        views = self.views(flat)
+        for index, own in rows.items():
+            views[index].copy_(own)
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
         for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
@@ -754,7 +783,15 @@ class Bucket:
 
 
 _HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", *_HOOKS}
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", NOTED_VALUE, *_HOOKS}
+
+
+def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:
+    """Return the parameter with these rows: a new one, or the same one if it was sharded before, so that optimizers keep it."""
+    if is_homeless(original):
+        original.move_in(rows)  # type: ignore[attr-defined]
+        return original
+    return nn.Parameter(rows, requires_grad=original.requires_grad)
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:

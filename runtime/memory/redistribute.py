@@ -109,6 +109,14 @@ class RowMove:
         groups = self.over.shard_groups
         return groups[0] if len(groups) == 1 and same_ranks(self.over, self.target_over) else None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether each rank has the rows already."""
+        shards = range(self.source.layout.world_size)
+        return same_ranks(self.over, self.target_over) and all(
+            self.source.elements(shard) == self.target.elements(shard) for shard in shards
+        )
+
     def sent(self, sender: int, receiver: int) -> range:
         """Return the elements that a shard of the source and a shard of the target have in common."""
         mine, its = self.source.elements(sender), self.target.elements(receiver)

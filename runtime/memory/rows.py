@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -192,6 +193,14 @@ class Backing(tuple[Tensor, ...]):
 
     Copied rows have their own memory, so that copies of this object are empty.
     """
+
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()

@@ -29,12 +29,15 @@ from .redistribute import all_gather_rows
 from .rows import Backing, RowBox, RowSplit, contiguous_strides
 
 __all__ = [
+    "NOTED_VALUE",
     "RowShardedTensor",
     "UnreducedGradient",
     "before_write",
+    "is_homeless",
     "is_provisional",
     "keep",
     "mark_provisional",
+    "noted_value",
     "refuse_unreduced",
 ]
 
@@ -96,6 +99,11 @@ class RowShardedTensor(Dispatched):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Use :meth:`wrap`."""
+
+    def move_in(self, place: RowShardedTensor) -> None:
+        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        for name in ("_local_tensor", "_spec", "row_split", "topology", "backing"):
+            setattr(self, name, getattr(place, name))
 
     def with_local(self, local: Tensor, is_view: bool = False) -> RowShardedTensor:
         """Wrap ``local``, ``[n, ...]``, computed from this rank's rows row by row.
@@ -279,6 +287,7 @@ class RowShardedTensor(Dispatched):
     def __create_chunk_list__(self) -> list[Any]:
         # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
+            self.backing.noted.pop(self.row_split.name, None)
             before_write(self)
         return [compat.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in self._boxes()]
 
@@ -308,12 +317,6 @@ class RowShardedTensor(Dispatched):
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{self.row_split.name!r} is sharded over {self.row_split.layout.world_size} ranks and cannot be pickled. "
-            "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
-        )
-
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the inner tensor to torch's tools.
 
@@ -332,6 +335,22 @@ class RowShardedTensor(Dispatched):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> RowShardedTensor:  # type: ignore[override]
         return RowShardedTensor.wrap(inner["_local_tensor"], *context)
+
+
+NOTED_VALUE = "mfsdp_value"
+"""Attribute of an unsharded parameter: what :attr:`.Backing.noted` has of it when it is sharded."""
+
+
+def noted_value(param: Tensor) -> str | None:
+    """Return the digest of a parameter's whole value, if one was noted."""
+    if isinstance(param, RowShardedTensor):
+        return param.backing.noted.get(param.row_split.name)
+    return vars(param).get(NOTED_VALUE)
+
+
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -367,6 +386,9 @@ class UnreducedGradient(RowShardedTensor):
         refuse_unreduced(self.row_split.name)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        refuse_unreduced(self.row_split.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_unreduced(self.row_split.name)
 
 

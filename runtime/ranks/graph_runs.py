@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..compat import python_only
+from .. import compat
 from ..memory.comm_buffers import enter_pool
 from ..owner import Owner, owners_of
 from ..schedule_text import ScheduleLine
@@ -63,13 +63,14 @@ class GraphRun:
         for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
             node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
-    @python_only
+    @compat.python_only
     def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Attribute the graph of this backward to this run.
 
         Args:
             numbers: Numbers of the node's outputs that the forward returned.
         """
+        compat.allow_another_backward()
         self._given = [gradients[number] is not None for number in numbers]
         for owner in self._owners:
             owner.grad_sync.enter_backward()

@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -143,9 +144,10 @@ class Journal:
             self._states = [state for state in self._states if now - state["at"] < max(60.0, 2 * self._timeout())][:7]
             self._states.append(self.state(why, trace))
             folder.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(f".tmp-{os.getpid()}")
-            beside.write_text(json.dumps(self._states, indent=1))
-            os.replace(beside, path)
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.stem}-", delete=False) as beside:
+                json.dump(self._states, beside, indent=1)
+            os.chmod(beside.name, 0o644)  # another user may explain the hang
+            os.replace(beside.name, path)
             return path
         return None
 

@@ -15,6 +15,9 @@ closing the connections of the model's process groups. Every rank gets an error 
 where. The same happens if a rank's forward has failed before it could start what others wait for. ``model.reset()``
 creates new process groups.
 
+If a rank's process has ended (:mod:`.lifeline`), the thread of each rank that waits for it in an agreement answers in
+place of the lost rank.
+
 The thread has its own connection to the store, because a wait in the store locks the connection it uses. It costs
 nothing while the program makes progress, and a request per process every few seconds while it stands still.
 """
@@ -39,6 +42,7 @@ import torch.distributed as dist
 from .. import compat
 from .collective_order import Order, orders, standstill
 from .journal import journal, program_line
+from .lifeline import Lifeline
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
@@ -117,6 +121,8 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
+        self._lifeline: Lifeline | None = None
+        self._lifeline_of: dist.Store | None = None
         self._ends = threading.Event()
 
     # -- the program's threads ----------------------------------------------------------------------------------------
@@ -126,6 +132,10 @@ class Watchdog:
         with self._lock:
             self._models = [known for known in self._models if known() is not None]
             self._models.append(weakref.ref(model))
+        self._start()
+
+    def _start(self) -> None:
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
@@ -140,6 +150,8 @@ class Watchdog:
         self._ends.set()
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
+        if self._lifeline is not None:
+            self._lifeline.end()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the store's process has already ended
                 for order in self._live():
@@ -162,6 +174,7 @@ class Watchdog:
         is_last_resort: bool,
     ) -> Iterator[None]:
         """Context for a wait for other ranks in an agreement; see :class:`Asking`."""
+        self._start()
         self._visits[place] = visit
         name = group.group_name
         asked = Asking(name, ranks, place, visit, what, is_next, is_last_resort, orders().get(name))
@@ -247,6 +260,7 @@ class Watchdog:
             self._take_back(self._done.pop())
         now = time.monotonic()
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
+        self._look_for_lost(asked)
         for order, models in self._live().items():
             if order.stalled is not None:
                 continue
@@ -263,6 +277,23 @@ class Watchdog:
             self._due[order] = now + pause, min(pause * 1.5, LONGEST)
             self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
 
+    def _look_for_lost(self, asked: Sequence[Asking]) -> None:
+        """Answer agreements in place of ranks whose processes have ended."""
+        default, size = compat.default_store(), dist.get_world_size()
+        if self._lifeline_of is not default:
+            if self._lifeline is not None:
+                self._lifeline.end()
+            host = compat.address_towards(default) if size > 1 else None
+            self._lifeline_of = default
+            self._lifeline = None if host is None else Lifeline(self._connection(), host, dist.get_rank(), size)
+        if self._lifeline is None:
+            return
+        store = self._connection()
+        self._lifeline.look(store)
+        for each in asked:
+            if lost := self._lifeline.lost(store, each.ranks):
+                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": str(lost[0])})
+
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
         store, me = self._connection(), dist.get_rank()
         if mine is not None and (mine.is_next or mine.thread == order.thread):
@@ -274,7 +305,7 @@ class Watchdog:
                 continue
             over = _found(store, f"{_of(scope)}/over")
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
-                self._answer(store, own, over["text"], over["rank"])
+                self._answer(store, own, _astray(over["text"], over["rank"]))
                 self._end(order, over["text"], set())
                 return
         if not store.check([f"{_of(order.group)}/notice"]):
@@ -380,12 +411,13 @@ class Watchdog:
         for scope in {order.group}.union(*(model.scopes for model in models)):
             store.set(f"{_of(scope)}/over", over)
             store.set(f"{_of(scope)}/notice", "")
-        self._answer(store, keys, text, rank)
+        self._answer(store, keys, _astray(text, rank))
         self._end(order, text, more)
 
-    def _answer(self, store: dist.Store, keys: set[str], text: str, rank: int) -> None:
+    def _answer(self, store: dist.Store, keys: set[str], verdict: dict[str, Any]) -> None:
         for key in keys:
-            conclude_once(store, f"{key}/verdict", {"kind": "astray", "ranks": [rank], "text": text})
+            for answer in ("verdict", "compared"):
+                conclude_once(store, f"{key}/{answer}", verdict)
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """End the wait of this rank."""
@@ -411,6 +443,10 @@ class Watchdog:
         if self._store is None or self._store_of is not default:
             self._store, self._store_of = compat.another_connection(default), default
         return self._store
+
+
+def _astray(text: str, rank: int) -> dict[str, Any]:
+    return {"kind": "astray", "ranks": [rank], "text": text}
 
 
 def _of(group: str) -> str:

@@ -41,11 +41,17 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
                 yield from leaves_of(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
-def about_to_write(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd, gathers and copies on the host that rows change; see :func:`.before_write`."""
+def about_to_write(tensors: Sequence[Tensor], overwrites: bool = False) -> None:
+    """Tell autograd, gathers and copies on the host that rows change; see :func:`.before_write`.
+
+    Args:
+        overwrites: Whether all values are replaced; then their digests need not be compared.
+    """
     sharded = [tensor for tensor in tensors if isinstance(tensor, RowShardedTensor)]
     for tensor in sharded:
         keep(tensor)
+        if overwrites:
+            tensor.backing.noted.pop(tensor.row_split.name, None)
     before_write(*sharded)
 
 

@@ -46,6 +46,14 @@ _ALSO = {
     aten._fused_adagrad_.default,
 }
 """Elementwise operators that torch does not tag as such."""
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._foreach_copy_.default,
+    aten._foreach_zero_.default,
+}
 _ALIASES = {aten.detach.default, aten.alias.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _MASKED = {aten.index_put_.default, aten.index_put.default}
@@ -123,7 +131,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(not (_lie_alike(w, r) and w.shape == r.shape) for w, r in pairs if id(w) in writes):
         return NotImplemented  # writes to moved rows would be lost
     moved = _move_all(pairs)
-    about_to_write(list(writes.values()))
+    about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
     originals = {id(t._local_tensor): t for t in leaves}
 
     def unwrap(value: Any, reference: Any) -> Any:

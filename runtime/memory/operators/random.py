@@ -32,7 +32,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             drawn = result
     local = take_rows(drawn, target.row_split, target.topology.shard)
     if func._schema.is_mutable:
-        about_to_write([target])
+        about_to_write([target], overwrites=True)
         target._local_tensor.copy_(local)
         return target
     return target.with_local(local.clone())
