@@ -70,7 +70,7 @@ from .exchange import Exchange, When, split_sizes
 from .memory import host
 from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
-from .memory.tensor import contiguous_strides
+from .memory.rows import contiguous_strides
 from .ranks import graph_runs
 
 __all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wait_quantized"]

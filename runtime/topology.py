@@ -16,6 +16,7 @@ not test for strategies by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -151,6 +152,7 @@ class Topology:
         accumulation: What is kept between microbatches.
         skips_itself: Whether a rank that shares its parameters with no other one uses them from the shard, as for experts.
         inspects: Whether gradients are inspected when their reduction starts, so that there must be one on one rank too.
+        gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by operator.
     """
 
     mesh: DeviceMesh
@@ -165,6 +167,7 @@ class Topology:
     accumulation: Accumulation = Accumulation()
     skips_itself: bool = False
     inspects: bool = False
+    gathered: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # copies communicate over the same groups

@@ -296,7 +296,7 @@ class _LoadPlan:
                     self._not_in_place[name] = found
                 elif (first := first_found.setdefault(id(own), name)) is not name and name in params:
                     local = torch.empty_like(value.to_local().detach())
-                    self.targets[found] = RowShardedTensor.wrap(local, value.split, value.topology)
+                    self.targets[found] = RowShardedTensor.wrap(local, value.row_split, value.topology)
                     self._twins.append((first, name, found, value))
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
 
@@ -379,7 +379,7 @@ class _LoadPlan:
                     self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
                     dtype = param.dtype
                 local = torch.empty_like(param.to_local().detach(), dtype=dtype)
-                self.targets[key] = RowShardedTensor.wrap(local, param.split, param.topology)
+                self.targets[key] = RowShardedTensor.wrap(local, param.row_split, param.topology)
         if with_state or not any(key.startswith("optimizer.") for key in self._stored):
             self.compared.missing += [
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad

@@ -29,6 +29,7 @@ __all__ = [
     "TorchFunctionMode",
     "in_call_of",
     "in_recomputation",
+    "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
     "run_higher_order",
@@ -67,6 +68,12 @@ def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
         return operator(*args, **kwargs)
     subgraph, _, *operands = args
     return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
+    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return composite
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

@@ -38,13 +38,11 @@ from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
 from .pickled import places
 from .redistribute import RowMove, move_rows, take_rows_of_part
+from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
-    Backing,
     RowShardedTensor,
-    RowSplit,
     UnreducedGradient,
-    contiguous_strides,
     is_homeless,
     mark_provisional,
     noted_value,
@@ -439,7 +437,7 @@ class Bucket:
         ]
         self._copy_rows(whole, flat)
         moves = {
-            index: RowMove(each._local_tensor, each.split, each.topology, self.splits[index], self.topology)
+            index: RowMove(each._local_tensor, each.row_split, each.topology, self.splits[index], self.topology)
             for index, each in enumerate(originals)
             if isinstance(each, RowShardedTensor)
         }

@@ -19,7 +19,7 @@ from .. import compat
 
 if TYPE_CHECKING:
     from ..topology import Topology
-    from .tensor import RowSplit
+    from .rows import RowSplit
 
 __all__ = [
     "RowMove",
@@ -63,22 +63,28 @@ def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)
 
 
-def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    """Return the whole tensor on every rank. A collective."""
-    topology.announce(f"full_tensor() of {split.name!r}", split.name)
+def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: str = "full_tensor()") -> Tensor:
+    """Return the whole tensor on every rank. A collective.
+
+    Args:
+        what: What it is for, for error messages on ranks that do something else.
+    """
+    topology.announce(f"{what} of {split.name!r}", split.name)
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     if local.is_complex():
-        return torch.view_as_complex(_gather_part(as_real(local), replace(split, as_pairs=True), topology))
+        return torch.view_as_complex(_gather_part(as_real(local), split.as_pairs, topology))
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
     gathered = topology.on_device(gathered)
+    if not gathered.is_floating_point():
+        gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    pieces = gathered.view(len(counts), -1)
+    pieces = gathered.view(local.dtype).view(len(counts), -1)
     return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)]).view(split.part_shape)
 
 
@@ -128,8 +134,7 @@ class RowMove:
     @property
     def as_pairs(self) -> RowMove:
         """The same of the pairs of real numbers that complex rows consist of."""
-        source, target = (replace(split, as_pairs=True) for split in (self.source, self.target))
-        return replace(self, local=as_real(self.local), source=source, target=target)
+        return replace(self, local=as_real(self.local), source=self.source.as_pairs, target=self.target.as_pairs)
 
     def finish(self, rows: Tensor) -> Tensor:
         return rows.view(self.target.local_shape(self.target_over.shard))

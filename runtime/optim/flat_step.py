@@ -67,7 +67,7 @@ class _AdjacentParams:
                 value[place.start - self.start : place.stop - self.start].view(place.shape)
                 if place.stop > place.start
                 else value[:0].view(place.shape),
-                param.split,
+                param.row_split,
                 param.topology,
                 backing=(value,),
             )

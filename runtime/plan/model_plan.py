@@ -76,7 +76,7 @@ class ModelPlan:
                 partitioner = expert if name in plan.expert_names else dense
                 is_sharded = isinstance(param, RowShardedTensor)
                 plan.partitions[name] = (
-                    param.split.partition
+                    param.row_split.partition
                     if is_sharded
                     else partitioner.of(name, param, [site.module for site in sites])
                 )

@@ -107,7 +107,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/muon.py",
         "experts that may be several are one parameter",
-        "    if param.topology.skips_itself and param.split.groups and param.ndim < 3:",
+        "    if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:",
         "    if False:",
         WHOLE_MUON,
     ),
@@ -196,8 +196,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/state.py",
         "loaded state shares the memory of the state dict",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.row_split",
         ("runtime/test_optimizer.py -k loaded_state",),
     ),
     Mutant(
@@ -507,10 +507,10 @@ MORE_RUNTIME = (
         ("integrations/test_fsdp2_between.py -k kinds_of_models",),
     ),
     Mutant(
-        "runtime/memory/tensor.py",
+        "runtime/memory/operators/arguments.py",
         "overwritten values are compared",
-        "                        leaf.backing.noted.pop(leaf.split.name, None)",
-        "                        pass",
+        "            tensor.backing.noted.pop(tensor.row_split.name, None)",
+        "            pass",
         ("integrations/test_fsdp2_between.py -k values_that_differ",),
     ),
 )

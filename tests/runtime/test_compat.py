@@ -1062,6 +1062,12 @@ def test_matrices_in_float8_are_multiplied_with_scales_of_rows_and_columns() -> 
     assert torch.equal(product.float(), (16 * rows * columns).bfloat16().float())
 
 
+def test_composite_operators() -> None:
+    assert compat.is_composite(torch.ops.aten.expand_as.default)
+    assert not compat.is_composite(torch.ops.aten.add.Tensor)
+    assert torch.equal(torch.ops.aten.expand_as.default.decompose(torch.ones(1), torch.ones(3)), torch.ones(3))
+
+
 def test_sizes_that_are_multiples() -> None:
     assert compat.is_multiple(32, 16)
     assert not compat.is_multiple(24, 16)
