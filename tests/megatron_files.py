@@ -157,6 +157,8 @@ def write_torch_dist(
         for state in ("exp_avg", "exp_avg_sq", "fp32_param"):
             name = f"optimizer.state.{state}.{key}"
             full[name] = torch.randn(param.shape, generator=generator)
+            if state == "exp_avg_sq":
+                full[name].abs_()
             pieces = blocks(full[name], grid)
             if not flattened:
                 writer.tensor(

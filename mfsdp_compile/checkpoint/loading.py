@@ -430,7 +430,7 @@ class _LoadPlan:
         New parameters take the settings of their group.
         """
         stored: dict[int, dict[str, Any]] = {}
-        for key in self._stored:
+        for key in self._stored if self._megatron is None else ():
             if key.startswith("optimizer.param_groups."):
                 number, *setting = self._path(key)[2:]
                 if str(number).isdecimal():  # else torch's form by parameter: the program's settings apply
