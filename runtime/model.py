@@ -143,7 +143,7 @@ class ShardedModel:
             pool.before_use = lambda: registered() if (registered := of_copy()) is not None else None
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
-        duplicate.lineage = Lineage(continues=self.lineage.continues)
+        duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
 

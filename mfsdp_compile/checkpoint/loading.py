@@ -7,6 +7,7 @@ before anything is loaded: a checkpoint that does not match, or is damaged, leav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,9 @@ EXTRA_STATE = "_extra_state"
 
 _MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
 _NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
+
+MOST_TOLD = 400
+"""Characters of an error that are kept for later warnings."""
 
 PATIENCE = timedelta(hours=1)
 """Time for the slowest rank to check its share of the files."""
@@ -162,7 +166,14 @@ def load(
             ) from error
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
-    agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
+    try:
+        agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
+    except Exception as error:
+        with contextlib.suppress(CheckpointError):
+            if (refused := read_manifest(directory)) is not None and not sharded.lineage.has(refused.run):
+                told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
+                sharded.lineage.refused[refused.run] = f"{directory.name}: {told}"
+        raise
     found = plan[0]
     manifest = _manifest_of(directory, verify)
     extras = found.extras(rank)
@@ -179,7 +190,7 @@ def load(
     sharded.zero_gradients()  # they belong to other weights
     sharded.grad_sync.microbatches = 0
     if manifest is not None:
-        sharded.lineage.take_up((manifest.run, *manifest.continues))
+        sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)
     sharded.refresh()
     prefix = f"rng.{rank}."
     drawn = {key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)}

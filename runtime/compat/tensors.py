@@ -172,7 +172,10 @@ def _check_broadcast_state_dict() -> None:
     if call["keys"][0] != next(key for key in broadcast if isinstance(targets.get(key), (DTensor, tuple))):
         return  # not the first
     model = frame.f_back.f_locals.get("model") if frame.f_back is not None else None
-    state = {**targets, **(model.state_dict() if isinstance(model, nn.Module) else {})}  # buffers are replaced in targets
+    state = {
+        **targets,
+        **(model.state_dict() if isinstance(model, nn.Module) else {}),
+    }  # buffers are replaced in targets
     shapes = {
         key: value.size if isinstance(value, _TensorInfo) else value.shape
         for key, value in broadcast.items()

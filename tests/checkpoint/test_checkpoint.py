@@ -240,7 +240,10 @@ def _grown(state: dict[str, Any], name: str) -> None:
 
 
 UNFIT = {
-    "another shape": (lambda state: _grown(state, "head.weight"), "head.weight has shape (26, 13) there, (13, 13) here"),
+    "another shape": (
+        lambda state: _grown(state, "head.weight"),
+        "head.weight has shape (26, 13) there, (13, 13) here",
+    ),
     "a buffer of another shape": (lambda state: _grown(state, "norm.running_mean"), "running_mean has shape (26,)"),
     "missing": (lambda state: state.pop("blocks.2.up.weight"), "blocks.2.up.weight is missing there"),
     "unexpected": (lambda state: state.update(other=torch.ones(2)), "other is unknown here"),
