@@ -738,6 +738,27 @@ def test_full_parameters_come_bucket_by_bucket() -> None:
         assert torch.equal(model.module.scale.full_tensor(), alone["scale"])
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "HSDP optim_grads_params", "HFSDP"])
+@on_ranks(4)
+def test_full_optimizer_states_come_bucket_by_bucket(strategy: str) -> None:
+    """One gather for each state of a bucket and each group of ranks, and the values of each parameter's state."""
+    model, optimizer = make(strategy)
+    train(model, optimizer, range(2))
+    expected = {
+        (name, key): value.full_tensor() if isinstance(value, RowShardedTensor) else value
+        for name, held in optimizer.state_dict()["state"].items()
+        for key, value in held.items()
+    }
+    found: dict[str, Any] = {}
+    counts = collectives(lambda: found.update(full_optimizer_state_dict(optimizer, rank=None)))
+    buckets = [bucket for bucket in model.sharded.buckets if bucket.plan.requires_grad]
+    assert sum(len(bucket.params) for bucket in buckets) > 2 * len(buckets)
+    assert counts["all_gather_into_tensor"] == sum(2 * len(bucket.topology.shard_groups) for bucket in buckets)
+    assert {(name, key) for name, held in found["state"].items() for key in held} == expected.keys()
+    for (name, key), value in expected.items():
+        assert torch.equal(found["state"][name][key], value), (name, key)
+
+
 # -- from Hugging Face and back ---------------------------------------------------------------------------------------
 
 
