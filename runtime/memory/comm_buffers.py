@@ -175,7 +175,7 @@ class BufferPool:
     is_strict: bool = False
     is_complete: bool = False
     """Whether all buffers have been allocated."""
-    before_use: Callable[[], None] | None = None
+    before_use: Callable[[], object] | None = None
     """Called once, before the first buffer is taken."""
     fresh: int = 0
     """How often all buffers of a kind were in use, and fresh memory was used."""
