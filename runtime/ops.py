@@ -444,6 +444,8 @@ def _reduce_if_due(
         to_reduce = None
     if to_reduce is None:
         return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))
+    if group_size == 1:
+        return to_reduce.clone()
     return _start(to_reduce, collective, reduce_op, group_size, group)
 
 

@@ -108,6 +108,7 @@ def _wholes(
                 isinstance(value, RowShardedTensor)
                 and home is not None
                 and value.split is home.bucket.splits[home.index]
+                and value.is_complex() == home.bucket.plan.is_complex
             ):
                 together.setdefault((home.bucket, key, value.dtype), {})[home.index] = (name, value)
             elif isinstance(value, Tensor):

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
 )
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from .autograd import in_backward
 from .version import MODULE_FILE
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "in_call_of",
+    "in_recomputation",
     "no_torch_function",
     "outside_selective_checkpoint",
     "run_higher_order",
@@ -80,5 +82,21 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.nn.Module) and owner in modules:
                 return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
+
+
+def in_recomputation() -> bool:
+    """Whether this thread is inside a function that activation checkpointing computes again, in backward."""
+    if not in_backward():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT_FILE and code.co_name in ("recompute_fn", "backward"):
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -12,9 +12,14 @@ Memory
     to zero; code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time,
     and the last unit of a forward stays gathered for the backward that follows.
 
-    Tensors are packed by hooks, which cost more than anything else here. They are active in the windows of modules that
-    hold parameters, because these are where parameters are used. If a bucket is still referenced when it is released, a
-    module has used another one's parameters, and from the next forward on hooks are active everywhere.
+    Tensors are packed by hooks, which cost more than anything else here. They are active from the first read of a
+    parameter in a module's window to the end of that window, because this is where parameters are used. If a bucket is
+    still referenced when it is released, a module has used what another one returned, and from the next forward on hooks
+    are active everywhere.
+
+    What other code keeps of an earlier forward stays in memory: what a function's ``ctx``, a closure or a module holds.
+    It is a :class:`OutdatedParameter`, which only a backward may use, while the shards have the values that were
+    gathered.
 
 Joined units
     A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
@@ -63,6 +68,7 @@ from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
+from ..memory.redistribute import as_real
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
 from ..ranks.conduct import Announcement
@@ -193,7 +199,6 @@ class Window:
         module: The module.
         unit: Unit whose window the module is, if any.
         owns: Buckets of the root that hold parameters of the module.
-        has_parameters: Whether the module holds parameters.
         is_root: Whether the module is the model itself.
     """
 
@@ -201,7 +206,6 @@ class Window:
     module: nn.Module
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
-    has_parameters: bool
     is_root: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
@@ -334,7 +338,7 @@ class EagerRuntime:
         )
         self._depth = 0
         self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
-        self._hooks_everywhere = False  # else in windows of modules that hold parameters
+        self._hooks_everywhere = False  # else in windows that have read parameters
         self._learns_hooks = False  # whether this forward tells if hooks are needed everywhere
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
@@ -355,7 +359,7 @@ class EagerRuntime:
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
-        self._handed_out: list[weakref.ref[Tensor]] = []
+        self._handed_out: list[tuple[weakref.ref[Tensor], Bucket, int]] = []  # with the version of the shard
         self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
         self._learn(self.units)
 
@@ -363,7 +367,7 @@ class EagerRuntime:
 
     def in_forward(self) -> bool:
         """Whether the code that reads a parameter belongs to the model's forward."""
-        return self._depth > 0 or compat.in_call_of(self.modules)
+        return self._depth > 0 or compat.in_call_of(self.modules) or compat.in_recomputation()
 
     @property
     def is_in_window(self) -> bool:
@@ -393,7 +397,7 @@ class EagerRuntime:
                 self.owner.failed(error)
             raise
         self._depth += 1
-        if window.has_parameters or self._hooks_everywhere:
+        if self._hooks_everywhere:
             self._hook()
 
     @compat.python_only
@@ -424,8 +428,8 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
-                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
+                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
                 "forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
@@ -589,6 +593,8 @@ class EagerRuntime:
 
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
+        if not self._hooked_at and self._depth:
+            self._hook()
         bucket, index = home.bucket, home.index
         state = self._gather(bucket, Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed: both are used
         self._last_read = state.unit
@@ -672,30 +678,32 @@ class EagerRuntime:
         name = bucket.plan.layout.slots[index].name
         if bucket.extension is not None and type(param) is not Tensor:
             vars(param).update(_is_param=True, mfsdp_name=name)  # isinstance(module.weight, nn.Parameter) holds
-            self.hand_out(param)
+            self.hand_out(param, bucket)
             return param
         if (wrapper := bucket.wrappers[index]) is not None:
             self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
             return param
-        self.hand_out(as_gathered(param, name))
+        self.hand_out(as_gathered(param, name), bucket)
         return param
 
-    def hand_out(self, param: Tensor) -> None:
-        """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
-        self._handed_out.append(weakref.ref(param))
+    def hand_out(self, param: Tensor, bucket: Bucket) -> None:
+        """Record that a forward was given this gathered parameter, which is outdated when the next one begins."""
+        self._handed_out.append((weakref.ref(param), bucket, bucket.flat._version))
+
+    def hand_out_again(self, param: Tensor, bucket: Bucket, version: int) -> None:
+        """Record that a backward uses an outdated parameter, of this version of the shard, until the next forward."""
+        self._handed_out.append((weakref.ref(param), bucket, version))
 
     def _retire_handed_out(self) -> None:
         for state in self._gathered.values():
             state.attached = []  # of a unit that was read outside of forwards; the next forward gets others
-        for kept in self._handed_out:
+        for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
-                param.__class__ = OutdatedParameter
+                OutdatedParameter.replace(param, self, bucket, version)
         self._handed_out.clear()
         for wrapped, wrapper, name in self._handed_out_wrapped:
             if (tensor := wrapped()) is not None:
-                outdated = as_gathered(torch.empty(0), name)
-                outdated.__class__ = OutdatedParameter
-                wrapper.retire(tensor, outdated)
+                wrapper.retire(tensor, OutdatedParameter.in_wrapper(name))
         self._handed_out_wrapped.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -826,6 +834,8 @@ class EagerRuntime:
             if capacity:
                 enter_pool(self.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            if not bucket.exchange.gather_group:  # one rank
+                return shard.to(bucket.exchange.sent_dtype, copy=True)
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def _gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> _Gathered:
@@ -1019,7 +1029,10 @@ class EagerRuntime:
         leaf = (
             made.leaf_of(tensor) if bucket is not None and (made := self._gathered[bucket].made) is not None else None
         )
-        has_dtype = bucket is not None and tensor.dtype in (bucket.plan.held_dtype, quantize.DTYPE)
+        if bucket is not None and (tensor.is_conj() or tensor.is_neg()):  # the memory does not hold the values
+            bucket, tensor = None, tensor.resolve_conj().resolve_neg()
+        own = () if bucket is None else (bucket.plan.held_dtype, quantize.DTYPE, bucket.plan.given_dtype)
+        has_dtype = tensor.dtype in own
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
@@ -1064,11 +1077,7 @@ class EagerRuntime:
             return tensor
         bucket = packed.bucket
         columns = isinstance(packed, _SavedPlane) and packed.columns
-        if bucket.flat._version != packed.version:
-            raise RuntimeError(
-                f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
-                "optimizer step?), so that gradients cannot be computed for the values that forward used."
-            )
+        _check_version(bucket, packed.version)
         self.owner.grad_sync.enter_backward()
         state = self._gather(bucket, Planes.COLUMNS if columns else Planes.ROWS)
         full = state.full
@@ -1246,21 +1255,71 @@ _ORDINARY = (Tensor, nn.Parameter, GatheredParameter)
 """Types that wrap no other tensors: most of what autograd saves."""
 
 
+def _check_version(bucket: Bucket, version: int) -> None:
+    """Raise if a bucket's shard has changed since a forward gathered it, in a backward that needs its values."""
+    if bucket.flat._version != version:
+        raise RuntimeError(
+            f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
+            "optimizer step?), so that gradients cannot be computed for the values that forward used."
+        )
+
+
 class OutdatedParameter(nn.Parameter):
-    """A gathered parameter that was kept from one forward to the next. Using it is an error."""
+    """A gathered parameter that something has kept since an earlier forward.
+
+    A backward may use it, as it may be that of the earlier forward: then it becomes what it was, until the next forward.
+    Anything else is an error, and so is a backward after the shard has changed.
+    """
 
     mfsdp_name: str
+    mfsdp_was: tuple[type[Tensor], weakref.ref[EagerRuntime], weakref.ref[Bucket], int] | None
+    """Its class, and where it came from, with the version of the shard. None: it is in a wrapper, without values."""
+
+    @staticmethod
+    def replace(param: Tensor, runtime: EagerRuntime, bucket: Bucket, version: int) -> None:
+        """Turn a parameter into an outdated one, in place.
+
+        Autograd may hold it, where Python's garbage collector does not look, so it does not keep the model alive.
+        """
+        vars(param)["mfsdp_was"] = type(param), weakref.ref(runtime), weakref.ref(bucket), version
+        param.__class__ = OutdatedParameter
+
+    @staticmethod
+    def in_wrapper(name: str) -> Tensor:
+        """Return what takes the place of the data inside an outdated parameter that wraps what was gathered."""
+        outdated: Tensor = as_gathered(torch.empty(0), name)
+        vars(outdated)["mfsdp_was"] = None
+        outdated.__class__ = OutdatedParameter
+        return outdated
+
+    def _come_back(self) -> None:
+        """Become what it was.
+
+        Raises:
+            RuntimeError: No backward runs, or the shard has changed.
+        """
+        if self.mfsdp_was is not None and compat.in_backward():
+            kind, runtime_of, bucket_of, version = self.mfsdp_was
+            runtime, bucket = runtime_of(), bucket_of()
+            if runtime is not None and bucket is not None:
+                _check_version(bucket, version)
+                self.__class__ = kind  # type: ignore[assignment]
+                runtime.hand_out_again(self, bucket, version)
+                return
+        raise RuntimeError(
+            f"Parameter {self.mfsdp_name!r} was gathered for an earlier forward, and something still holds it (an "
+            "attribute, a list, a cache): its values may be stale. Read it from its module in each forward, or keep "
+            "parameter.detach().clone() if values of then are what you want."
+        )
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        found = [each for each in compat.tree_leaves((args, kwargs)) if isinstance(each, OutdatedParameter)]
-        raise RuntimeError(
-            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something still holds it (an "
-            "attribute, a list, a cache): its values may be stale. Read it from its module in each forward, or keep "
-            "parameter.detach().clone() if values of then are what you want."
-        )
+    ) -> Any:
+        for each in compat.tree_leaves((args, kwargs)):
+            if isinstance(each, OutdatedParameter):
+                each._come_back()
+        return func(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OutdatedParameter({self.mfsdp_name!r})"
@@ -1370,4 +1429,5 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
+        # Anchors of complex parameters are real.
+        return None, *(as_real(gradient) if gradient is not None else None for gradient in gradients)

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import compat
 from ..ranks.agreement import announce
 from ..topology import Group
+from .redistribute import as_real
 
 __all__ = ["AveragedGradient"]
 
@@ -81,13 +82,14 @@ class _Mean(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, groups: Sequence[Group], parameter: str) -> Tensor:
         ctx.groups, ctx.parameter = groups, parameter
         what = f"a gradient of what was computed from {parameter!r}"
+        is_complex, value = value.is_complex(), as_real(value)
         for group in groups:
             announce(what, group.name, parameter)
             if value.device.type == "cpu":  # of parameters in host memory, for which the group may have no backend
                 value = compat.all_reduce_on_host(value, "sum", group.name) / group.size
             else:
                 value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
-        return value
+        return torch.view_as_complex(value) if is_complex else value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

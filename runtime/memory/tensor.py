@@ -16,10 +16,11 @@ that knows its rows. It handles an operator in one of four ways:
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -34,16 +35,19 @@ from ..plan.partition import Partition, whole_tensor
 from ..topology import Group, Topology
 from . import host
 from .averaged_gradient import AveragedGradient
-from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
+from .redistribute import RowMove, all_gather_rows, as_real, move_rows, same_ranks, take_broadcast_rows, take_rows
 
 __all__ = [
+    "NOTED_VALUE",
     "Backing",
     "RowBox",
     "RowShardedTensor",
     "RowSplit",
     "UnreducedGradient",
     "contiguous_strides",
+    "is_homeless",
     "like_rows",
+    "noted_value",
     "refuse_unreduced",
 ]
 
@@ -59,11 +63,13 @@ class RowSplit:
         index: Index of the parameter.
         partition: How the parameter was already divided, if the bucket holds only a part of it. None: the bucket holds
             all of it.
+        as_pairs: Whether this is ``torch.view_as_real`` of the parameter, which is complex.
     """
 
     layout: BucketLayout
     index: int
     partition: Partition | None = None
+    as_pairs: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
         return self
@@ -75,17 +81,22 @@ class RowSplit:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        return self.part_shape if self.partition is None else self.partition.shape
+        if self.partition is None:
+            return self.part_shape
+        return (*self.partition.shape, 2) if self.as_pairs else self.partition.shape
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part that the bucket holds."""
-        return self.layout.slots[self.index].shape
+        slot = self.layout.slots[self.index]
+        return slot.shape if self.as_pairs else slot.param_shape
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where this part begins in the whole parameter, by dimension."""
-        return (0,) * len(self.shape) if self.partition is None else self.partition.offsets
+        if self.partition is None:
+            return (0,) * len(self.shape)
+        return (*self.partition.offsets, 0) if self.as_pairs else self.partition.offsets
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -121,7 +132,7 @@ class RowSplit:
 
     def elements(self, rank: int) -> range:
         """Return the elements of ``rank``, counted in the part that the bucket holds."""
-        rows, row_numel = self.rows(rank), self.layout.slots[self.index].row_numel
+        rows, row_numel = self.rows(rank), math.prod(self.part_shape[self.row_dims :])
         return range(rows.start * row_numel, rows.stop * row_numel)
 
     def placement(self, rank: int) -> compat.RowShard:
@@ -147,8 +158,8 @@ class RowSplit:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of what ``rank`` holds. A scalar's owner holds a scalar, other ranks an empty vector."""
         count = len(self.rows(rank))
-        if not self.shape:
-            return () if count else (0,)
+        if not self.layout.slots[self.index].param_shape:
+            return (*(() if count else (0,)), *self.part_shape)
         return (count, *self.part_shape[self.row_dims :])
 
 
@@ -195,6 +206,14 @@ class Backing(tuple[Tensor, ...]):
 
     Copied rows have their own memory, so that copies of this object are empty.
     """
+
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
@@ -266,6 +285,11 @@ class RowShardedTensor(DTensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Use :meth:`wrap`."""
 
+    def move_in(self, place: RowShardedTensor) -> None:
+        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        for name in ("_local_tensor", "_spec", "split", "topology", "backing"):
+            setattr(self, name, getattr(place, name))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
         placement, pieces = self.split.placement(piece), self.split.layout.world_size
@@ -283,6 +307,8 @@ class RowShardedTensor(DTensor):
         Args:
             what: Description of the result, for error messages on ranks that do something else.
         """
+        if value.is_complex():
+            return torch.view_as_complex(self.over_pieces(as_real(value), op, what))
         self.topology.announce(what or f"a {op} over {self.split.name!r}", self.split.name)
         home = value.device
         value = self.topology.sum(self.topology.on_device(value), op)
@@ -421,6 +447,7 @@ class RowShardedTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
+            self.backing.noted.pop(self.split.name, None)
             _before_write(self.backing)
         return [compat.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in self._boxes()]
 
@@ -449,12 +476,6 @@ class RowShardedTensor(DTensor):
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks and cannot be pickled. "
-            "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
-        )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the inner tensor to torch's tools.
@@ -497,9 +518,25 @@ class RowShardedTensor(DTensor):
                     return func(*args, **(kwargs or {}))
                 with _RowShardedMode():
                     out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.grad_fn is not None:
+            if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
+
+
+NOTED_VALUE = "mfsdp_value"
+"""Attribute of an unsharded parameter: what :attr:`Backing.noted` has of it when it is sharded."""
+
+
+def noted_value(param: Tensor) -> str | None:
+    """Return the digest of a parameter's whole value, if one was noted."""
+    if isinstance(param, RowShardedTensor):
+        return param.backing.noted.get(param.split.name)
+    return vars(param).get(NOTED_VALUE)
+
+
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -535,6 +572,9 @@ class UnreducedGradient(RowShardedTensor):
         refuse_unreduced(self.split.name)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        refuse_unreduced(self.split.name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_unreduced(self.split.name)
 
     @classmethod
@@ -581,6 +621,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.pointwise in func.tags or func in _ROW_LOCAL or _is_foreach_pointwise(func):
         return _row_local(func, args, kwargs)
+    if func in _PAIRS and args[0].split.as_pairs is not _PAIRS[func]:
+        split = replace(args[0].split, as_pairs=_PAIRS[func])
+        return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
     if func in _MASKED and _is_mask_of(args[1], args[0]):
         return _row_local(func, args, kwargs)
     if func in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(args[0].shape):
@@ -648,8 +691,17 @@ _ROW_LOCAL = {
 }
 _ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
+_PAIRS = {aten.view_as_real.default: True, aten.view_as_complex.default: False}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
+_OVERWRITES = {
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._foreach_copy_.default,
+    aten._foreach_zero_.default,
+}
 _MASKED = {aten.index_put_.default, aten.index_put.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -799,6 +851,8 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
                     keep(leaf)
+                    if func in _OVERWRITES or torch.Tag.nondeterministic_seeded in func.tags:
+                        leaf.backing.noted.pop(leaf.split.name, None)
                     written[id(leaf.backing)] = leaf.backing
     for backing in written.values():
         _before_write(backing)
@@ -921,10 +975,11 @@ def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     wide = local if local.dtype.itemsize >= 4 else local.float()
     count = _count(tensor)
     mean = tensor.over_pieces(wide.sum(), "sum") / count
-    squares = tensor.over_pieces((wide - mean).square().sum(), "sum")
+    deviation = wide - mean
+    squares = tensor.over_pieces((deviation.abs() if deviation.is_complex() else deviation).square().sum(), "sum")
     correction = 1 if named["correction"] is None else named["correction"]
     value = squares / max(count - correction, 0)
-    value = _shaped(value.sqrt() if "std" in name else value, tensor, named).to(local.dtype)
+    value = _shaped(value.sqrt() if "std" in name else value, tensor, named).to(local.dtype.to_real())
     return (value, _shaped(mean, tensor, named).to(local.dtype)) if "mean" in name else value
 
 
@@ -1024,7 +1079,7 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
     for tensor in tensors:
         local = tensor._local_tensor
         if not local.numel():  # vector_norm raises for empty tensors and some orders; zeros contribute nothing to any
-            locals_.append(torch.zeros((), dtype=dtype or local.dtype, device=local.device))
+            locals_.append(torch.zeros((), dtype=(dtype or local.dtype).to_real(), device=local.device))
         elif ord in (float("inf"), float("-inf")):
             locals_.append(torch.linalg.vector_norm(local, ord, dtype=dtype))
         elif ord > 0:
@@ -1072,7 +1127,9 @@ def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
         return result
     if isinstance(result, (list, tuple)):
         return type(result)(_averaged(each, args) for each in result)
-    if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor) or not result.is_floating_point():
+    if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor):
+        return result
+    if not (result.is_floating_point() or result.is_complex()):
         return result
     groups = [group for group in (tensors[0].topology.every, *tensors[0].split.groups) if group.size > 1]
     return result if not groups else AveragedGradient.of(result, groups, tensors[0].split.name)

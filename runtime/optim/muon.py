@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..memory.redistribute import as_real
 from ..memory.tensor import RowShardedTensor, RowSplit
 from ..topology import Group, Topology
 
@@ -383,6 +384,10 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 
     ``incoming`` is the number of elements from each rank. ``like`` determines the dtype if nothing is sent.
     """
+    if like.is_complex():
+        outgoing = [[as_real(part).reshape(-1) for part in parts] for parts in outgoing]
+        pairs = _all_to_all(outgoing, [2 * count for count in incoming], group, as_real(like))
+        return torch.view_as_complex(pairs.view(-1, 2))
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]

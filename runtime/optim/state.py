@@ -26,6 +26,7 @@ from ..plan.partition import whole_tensor
 from .whole_step import WholeStep, whole_step_of
 
 __all__ = [
+    "cut_distributed_state",
     "cut_loaded_state",
     "follows_rows",
     "name_state",
@@ -263,6 +264,25 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
 def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequence[str]) -> list[str]:
     name_of = {id(param): name for param, name in zip(params, names, strict=True)}
     return [name_of[id(param)] for param in group["params"]]
+
+
+def cut_distributed_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut state that torch has distributed by the placements of a sharded parameter, evenly, like the parameter.
+
+    ``set_optimizer_state_dict(full_state_dict=True)`` loads such state.
+    """
+    for param, held in optimizer.state.items():
+        for key, value in held.items():
+            if _is_distributed_like(value, param):
+                held[key] = shard_state(key, value, param)
+
+
+def _is_distributed_like(value: Any, param: Any) -> bool:
+    return (
+        isinstance(param, RowShardedTensor)
+        and type(value) is DTensor
+        and (value.shape, value.device_mesh, value.placements) == (param.shape, param.device_mesh, param.placements)
+    )
 
 
 def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from ..compat import python_only
+from .. import compat
 from ..memory.comm_buffers import enter_pool
 from ..owner import Owner, owners_of
 from ..schedule_text import ScheduleLine
@@ -63,13 +64,20 @@ class GraphRun:
         for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
             node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
-    @python_only
+    @compat.python_only
     def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Attribute the graph of this backward to this run.
 
         Args:
             numbers: Numbers of the node's outputs that the forward returned.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported for the backward of compiled code, which cannot be differentiated again. "
+                "Run the forward of this loss eagerly (with torch.compiler.set_stance('force_eager'): ...): gradients of "
+                "inputs, as in a gradient penalty, are differentiated there. Or compute the gradient inside the forward."
+            )
+        compat.allow_another_backward()
         self._given = [gradients[number] is not None for number in numbers]
         for owner in self._owners:
             owner.grad_sync.enter_backward()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import os
 import pickle
 import random
 import resource
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
+import mfsdp_compile.checkpoint.folder as folder_module
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_optimizer_state_dict, full_state_dict, load
 from mfsdp_compile.checkpoint.dcp_reader import read_metadata
@@ -645,7 +649,7 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
             with raises_everywhere(
                 CheckpointError,
                 "On rank 1: ",
-                f"{root}/.saving-1 cannot be written to any more (EFBIG)",
+                f"{root}/.saving-step-00000001 cannot be written to any more (EFBIG)",
                 " bytes were to be written; ",
             ):
                 save(1, model, optimizer)
@@ -690,17 +694,43 @@ def test_gradients_that_wait_are_not_lost_in_silence() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-@on_ranks(2)
-def test_two_processes_do_not_save_into_one_folder() -> None:
-    import fcntl
+@on_ranks(2, timeout=90)
+def test_two_jobs_save_into_one_folder() -> None:
+    """Each rank is a job of its own here. No save waits for another one, and none is lost."""
+    root = shared_folder()
+    group = dist.new_subgroups(1)[0]
+    model = fully_shard_model(parity.build(zoo.Plain), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    checkpoints = Checkpoints(root)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of another run's checkpoints
+        saved = [checkpoints.save(step, model) for step in range(4)]
+        saved += [checkpoints.save_async(step, model).result() for step in range(4)]
+    everyones: list[Any] = [None] * 2
+    dist.all_gather_object(everyones, saved)
+    assert len({path for paths in everyones for path in paths}) == 16
+    assert {path.name for path in root.iterdir()} == {
+        ".lock",
+        "latest",
+        *(p.name for paths in everyones for p in paths),
+    }
+    assert len(checkpoints.all()) == 16
+    assert not any((path / ".lock").exists() for path in saved)
 
+
+@on_ranks(2)
+def test_a_lock_that_is_never_released() -> None:
     root = shared_folder()
     model, _ = make()
-    with open(root / ".lock", "w") as file:
-        if dist.get_rank() == 0:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with raises_everywhere(CheckpointError, "is in use by a save"):
-            Checkpoints(root).save(0, model)
+    folder_module.LOCK_PATIENCE, before = 0.2, folder_module.LOCK_PATIENCE
+    try:
+        with open(root / ".lock", "w") as file:
+            if dist.get_rank() == 0:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            with raises_everywhere(CheckpointError, "has been locked by another process for"):
+                Checkpoints(root).save(0, model)
+    finally:
+        folder_module.LOCK_PATIENCE = before
     dist.barrier()
     Checkpoints(root).save(0, model)
 

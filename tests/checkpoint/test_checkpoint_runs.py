@@ -276,13 +276,20 @@ def test_files_are_on_the_disk_before_they_have_their_names() -> None:
     finally:
         os.fsync, os.rename, os.replace = sync, rename, replace
     rank = dist.get_rank()
-    assert ("sync", f".saving-0/__{rank}_0.distcp") in events
+    assert ("sync", f".saving-step-00000001/__{rank}_0.distcp") in events
     if rank == 0:
         at = {event: number for number, event in reversed([*enumerate(events)])}
-        manifest, published = at["name", ".saving-0/manifest.json"], at["name", "step-00000001"]
-        assert at["sync", ".saving-0/__0_0.distcp"] < manifest
-        assert any(held.startswith(".saving-0/.metadata") for kind, held in events[:manifest] if kind == "sync")
-        assert at["sync", ".saving-0/manifest.json.tmp"] < manifest < at["sync", ".saving-0"] < published
+        manifest, published = at["name", ".saving-step-00000001/manifest.json"], at["name", "step-00000001"]
+        assert at["sync", ".saving-step-00000001/__0_0.distcp"] < manifest
+        assert any(
+            held.startswith(".saving-step-00000001/.metadata") for kind, held in events[:manifest] if kind == "sync"
+        )
+        assert (
+            at["sync", ".saving-step-00000001/manifest.json.tmp"]
+            < manifest
+            < at["sync", ".saving-step-00000001"]
+            < published
+        )
         assert published < at["sync", "."] < at["name", "latest"]
         assert at["sync", "latest.tmp"] < at["name", "latest"]
 

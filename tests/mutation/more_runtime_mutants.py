@@ -455,4 +455,62 @@ MORE_RUNTIME = (
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
     ),
+    # -- limits of compilation, and ranks that end -----------------------------------------------------------------------
+    Mutant(
+        "runtime/compat/recompilation.py",
+        "code is left to Python at the limit of recompilations",
+        "config.patch(recompile_limit=sys.maxsize, **varying)",
+        "config.patch(**varying)",
+        ("ranks/test_recompilation.py", "runtime/test_compat.py -k beyond_the_limit"),
+    ),
+    Mutant(
+        "runtime/recovery.py",
+        "process groups of the program stay closed after a reset",
+        "        _reconnect(name, ranks, model.members.agreeing)\n",
+        "        pass\n",
+        ("ranks/test_stalls.py -k default_group",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "nobody tells ranks that wait for a process that has ended",
+        "            if lost := self._lifeline.lost(store, each.ranks):",
+        "            if lost := []:",
+        ("ranks/test_lost_ranks.py -k save-0-kill",),
+    ),
+    Mutant(
+        "runtime/ranks/lifeline.py",
+        "a process that ended in order is taken for a killed one",
+        "neighbor.received.endswith(GOODBYE)",
+        "False",
+        ("ranks/test_lost_ranks.py -k save-1-exit",),
+    ),
+    # -- models that become parts of larger ones ----------------------------------------------------------------------
+    Mutant(
+        "runtime/memory/redistribute.py",
+        "rows that lie elsewhere in the larger model stay where they are",
+        "            self.source.elements(shard) == self.target.elements(shard) for shard in shards",
+        "            bool(self.source) for shard in shards",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "mfsdp_compile/fsdp2.py",
+        "settings of a module end when a larger model takes it over",
+        "            getattr(module, name)(*args, **kwargs)",
+        "            pass",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "runtime/plan/references.py",
+        "a weight that is shared with a part that was used stays the unsharded one",
+        "                module._parameters[name] = successor",
+        "                pass",
+        ("integrations/test_fsdp2_between.py -k kinds_of_models",),
+    ),
+    Mutant(
+        "runtime/memory/tensor.py",
+        "overwritten values are compared",
+        "                        leaf.backing.noted.pop(leaf.split.name, None)",
+        "                        pass",
+        ("integrations/test_fsdp2_between.py -k values_that_differ",),
+    ),
 )

@@ -135,8 +135,8 @@ RUNTIME = (
     Mutant(
         "runtime/exchange.py",
         "gradients that wait for a reduction stay in a communication buffer",
-        "        if self.needs_token:",
-        "        if False:",
+        "        if self.needs_token or not self.groups:",
+        "        if not self.groups:",
         ("programs/test_comm_buffers.py -k test_every_strategy",),
     ),
     Mutant(
@@ -349,9 +349,23 @@ RUNTIME = (
     Mutant(
         "runtime/topology.py",
         "gradients of experts with outer ranks are not reduced",
-        "        if self.is_alone and self.outer is None and not keeps_whole:",
-        "        if self.inner.size == 1 and not keeps_whole:",
+        "        if self.outer is not None:\n            stages.append(",
+        "        if self.outer is not None and self.inner.size > 1:\n            stages.append(",
         (f"{EXPERTS} alone_have_no",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "reductions over one rank",
+        "if s.group.size > 1 or s is deferring or self.inspects)",
+        "if True)",
+        ("runtime/test_one_rank.py",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "gathers over one rank in compiled code",
+        "        if exchange.gather_size == 1 and not (",
+        "        if exchange.gather_size == 0 and not (",
+        ("runtime/test_one_rank.py",),
     ),
     # -- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
@@ -590,8 +604,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "whole parameters of one rank are views of its shard",
-        "            whole = whole.clone()\n        return [whole[slot",
-        "            pass\n        return [whole[slot",
+        "            whole = whole.clone()\n        return [self.whole_view",
+        "            pass\n        return [self.whole_view",
         ("checkpoint/test_checkpoint.py -k full", "runtime/test_whole.py", "runtime/test_strategies.py -k whole"),
     ),
     Mutant(
@@ -612,7 +626,7 @@ RUNTIME = (
     Mutant(
         "runtime/optim/flat_step.py",
         "padding up to the next parameter is not in the run",
-        "    start, stop = held[0].start, min([*later, bucket.flat.numel()])",
+        "    start, stop = held[0].start, min([*later, shard.numel()])",
         "    start, stop = held[0].start, held[-1].stop",
         ("runtime/test_optimizer.py -k flat_steps_see",),
     ),
