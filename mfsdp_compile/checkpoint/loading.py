@@ -260,7 +260,7 @@ class _LoadPlan:
         self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
         names = {_inner(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        self._megatron = None if is_ours else MegatronStates.of(reader, names)
+        self._megatron = MegatronStates.of(reader, names)
         self._plan_model()
         if optimizer is not None:
             self._plan_optimizer(optimizer)

@@ -55,7 +55,12 @@ class MegatronStates:
     @classmethod
     def of(cls, reader: CheckpointReader, names: Collection[str]) -> MegatronStates | None:
         """Read what a checkpoint says about parameters of these names. None if it does not use Megatron's names."""
-        found = [(key, match) for key in reader if (match := _STATE.fullmatch(key)) and match[1] in names]
+        matches = ((key, _STATE.fullmatch(key)) for key in reader)
+        found = [
+            (key, match)
+            for key, match in matches
+            if match and match[1] in names and f"module.module.{match[1]}" not in names
+        ]
         if not found:
             return None
         settings: dict[str, dict[str, Any]] = {}

@@ -302,7 +302,8 @@ def test_states_and_settings_are_loaded(tmp_path: Path, pools: Pools) -> None:
     named = expected_fsdp({key: torch.empty(param.shape) for key, param in dense_params().items()}, False)
     write_torch_dist(tmp_path / "one", groups=1)
     write_torch_dist(tmp_path / "two", steps=(4, 9))
-    one = to_fsdp(tmp_path / "one", tmp_path / "one-fsdp")  # its only group is everyone's
+    one = tmp_path / "one-fsdp"
+    mfsdp("convert", tmp_path / "one", one)  # its only group is everyone's
     two = to_fsdp(tmp_path / "two", tmp_path / "two-fsdp", group_map=dict.fromkeys(named, 1))
     pools.of(2).run(load_and_step, folder=str(one), steps=5, lr=1e-3, weight_decay=0.0)
     pools.of(2).run(load_and_step, folder=str(two), steps=9, lr=1e-3, weight_decay=0.1)
