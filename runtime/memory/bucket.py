@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -700,18 +700,32 @@ class Bucket:
         return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
-    def gather_shards(self) -> list[Tensor]:
+    def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:
         """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
 
         The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+
+        Args:
+            rows: What to gather instead, of one dtype, by number of the parameter: this rank's rows of tensors that are
+                split like parameters, such as an optimizer's state. The results of other parameters are undefined.
+            what: What is gathered, for messages.
         """
-        whole = self.fetched()
-        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
+        whole = self.fetched() if rows is None else self._joined(rows)
+        self.topology.announce(f"a gather of {what} of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
         return [self.whole_view(whole, index) for index in range(len(self.params))]
+
+    def _joined(self, rows: Mapping[int, Tensor]) -> Tensor:
+        """Return one tensor that holds tensors with this rank's rows at the places of their parameters."""
+        dtype = next(iter(rows.values())).dtype
+        joined = torch.empty(self.flat.numel(), dtype=dtype.to_real(), device=self.device)
+        views = self.views(joined)
+        for index, its in rows.items():
+            views[index].copy_(its)
+        return joined
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
