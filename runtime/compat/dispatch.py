@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -29,6 +30,7 @@ __all__ = [
     "TorchFunctionMode",
     "in_call_of",
     "in_recomputation",
+    "is_called_by_backward",
     "no_torch_function",
     "outside_selective_checkpoint",
     "run_higher_order",
@@ -100,3 +102,22 @@ def in_recomputation() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+_RUNTIME = str(__package__).rpartition(".")[0]
+_OPERATOR_METHODS = ("__torch_dispatch__", "__torch_function__")
+
+
+def is_called_by_backward() -> bool:
+    """Whether Python code that a backward calls (a hook, a custom function) has called the running operator.
+
+    The other callers are autograd itself, for a derivative, and a function that activation checkpointing computes again.
+    The operator is one of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and (
+        str(frame.f_globals.get("__package__")).startswith(_RUNTIME) or frame.f_code.co_name in _OPERATOR_METHODS
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    by_autograd = frame is None or frame.f_code is _engine_run_backward.__code__
+    return not by_autograd and not in_recomputation()

@@ -4,9 +4,9 @@
 ``apply``) finds those. ``module.weight`` is a property of a generated subclass of the module's class (a technique from
 SimpleFSDP). It returns one of three things:
 
-    while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
-    in eager mode, inside a forward     the gathered parameter
-    otherwise                           the shard
+    while Dynamo traces                           the marker ``torch.ops.mfsdp.unshard(shell, layout)``
+    in eager mode, inside a forward or backward   the gathered parameter
+    otherwise, and in hooks of parameters         the shard
 
 There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
 signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
@@ -244,7 +244,6 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
     """
 
     is_layer = compat.transformer_engine.is_layer(cls)
-    reads_in_backward = compat.transformer_engine.is_operation(cls)
 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
@@ -266,8 +265,7 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
-        is_in_use = runtime.in_forward() or runtime.holds(home.bucket) or (reads_in_backward and compat.in_backward())
-        if not is_in_use or compat.called_by_guards():
+        if not runtime.is_in_use(home.bucket) or compat.called_by_guards():
             return param
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ __all__ = [
     "RowSplit",
     "UnreducedGradient",
     "contiguous_strides",
+    "hooks_of_parameters",
     "like_rows",
     "refuse_unreduced",
 ]
@@ -209,6 +211,21 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         stride *= max(size, 1)
     return tuple(strides)
 
+
+class _HooksOfParameters(threading.local):
+    """Whether this thread runs a hook of a parameter: it sees parameters as they are at rest, although in a backward."""
+
+    run = False
+
+    def call(self, hook: Callable[[Any], Any], argument: Any) -> Any:
+        before, self.run = self.run, True
+        try:
+            return hook(argument)
+        finally:
+            self.run = before
+
+
+hooks_of_parameters = _HooksOfParameters()
 
 _T = TypeVar("_T", bound="RowShardedTensor")
 
@@ -837,7 +854,24 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
     )
     if not fits:
         raise _unsupported(func, (reference, value), {})
+    _refuse_own_values(func, value, reference)
     return take_broadcast_rows(value, reference.split, reference.topology.shard)
+
+
+def _refuse_own_values(func: Any, value: Tensor, reference: RowShardedTensor) -> None:
+    """Raise if a hook or a function in backward combines a shard with an ordinary tensor, which is this rank's own.
+
+    Operators of derivatives are not concerned: the gradient of a sum of shards is the same on every rank.
+    """
+    is_scalar = not any(value.stride()) or value.numel() == 1
+    if is_scalar or not compat.in_backward() or hooks_of_parameters.run or not compat.is_called_by_backward():
+        return
+    raise RuntimeError(
+        f"{func} in backward combines {reference.split.name!r}, of which this is one rank's shard, with an ordinary tensor of "
+        f"shape {tuple(value.shape)}: rows of different ranks would be combined with values of different ranks. Read "
+        "module.parameter instead, which is the whole tensor in backward. What is the same on every rank, such as a mask, "
+        "can be applied in a hook of the parameter (parameter.register_hook), or between steps."
+    )
 
 
 # -- random -----------------------------------------------------------------------------------------------------------
@@ -1000,6 +1034,9 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         raise _unsupported(func, args, kwargs)
     reference = next(a for a in args if isinstance(a, RowShardedTensor))
     rank = reference.topology.shard
+    for each in args[:2]:
+        if not isinstance(each, RowShardedTensor):
+            _refuse_own_values(func, each, reference)
     mine = [
         _local_rows(func, a, reference) if isinstance(a, RowShardedTensor) else take_rows(a, reference.split, rank)
         for a in args[:2]
@@ -1145,6 +1182,6 @@ def _unsupported(func: Any, args: Any, kwargs: Any) -> RuntimeError:
         f"{what}. Between steps a parameter is this rank's shard; elementwise operators, sums, means, extremes and "
         "norms work on it. For anything else use parameter.full_tensor() (a collective: call it on all ranks). An optimizer "
         "that needs whole parameters steps with fully_shard_optimizer(optimizer, whole=True). Inside "
-        "the forward of the module that owns it, module.parameter is the whole tensor; code under "
+        "the forward of the module that owns it, and in backward, module.parameter is the whole tensor; code under "
         "torch.compiler.disable sees it there too if it runs in a module's forward."
     )
