@@ -33,6 +33,7 @@ __all__ = [
     "is_called_by_backward",
     "no_torch_function",
     "outside_selective_checkpoint",
+    "refuses_shared_memory",
     "run_higher_order",
     "without_modes",
 ]
@@ -69,6 +70,14 @@ def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
         return operator(*args, **kwargs)
     subgraph, _, *operands = args
     return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+
+
+_REFUSE_SHARED_MEMORY = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
+
+
+def refuses_shared_memory(operator: Any) -> bool:
+    """Whether a higher-order operator refuses bodies whose operands share memory."""
+    return isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() in _REFUSE_SHARED_MEMORY
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

@@ -161,6 +161,8 @@ class _Gathered:
     content: int = 0  # version of ``full`` right after the gather
     attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
+    apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    """Parameters with storage of their own, and their versions, by index and whether autograd connects them."""
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
@@ -175,7 +177,7 @@ class _Gathered:
     def is_used(self) -> bool:
         """Whether anything else refers to the gathered bucket."""
         assert self.full is not None
-        ours = sum(param is not None for param in self.attached)
+        ours = sum(param is not None for param in self.attached) + len(self.apart)
         return compat.references_to(self.full.untyped_storage()) > self.references + ours
 
 
@@ -604,13 +606,8 @@ class EagerRuntime:
 
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
-        if not self._hooked_at and self._depth:
-            self._hook()
         bucket, index = home.bucket, home.index
-        if in_backward := compat.in_backward():
-            self.owner.grad_sync.enter_backward()  # its end releases what is gathered here
-        state = self._gather(bucket, Planes.BOTH if in_backward else Planes.ROWS)  # recomputed: both are used
-        self._last_read = state.unit
+        state = self._gather_to_read(bucket)
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             ordinary = bucket.wrappers[index] is None and bucket.extension is None
             return self._plain(bucket, state, index) if ordinary else self._wrapped(home, state)
@@ -619,6 +616,41 @@ class EagerRuntime:
             return self._attach_again(bucket, state, index)
         state.attached[index] = None
         return param
+
+    def _gather_to_read(self, bucket: Bucket) -> _Gathered:
+        if not self._hooked_at and self._depth:
+            self._hook()
+        if in_backward := compat.in_backward():
+            self.owner.grad_sync.enter_backward()  # its end releases what is gathered here
+        state = self._gather(bucket, Planes.BOTH if in_backward else Planes.ROWS)  # recomputed: both are used
+        self._last_read = state.unit
+        return state
+
+    def read_apart(self, home: Home) -> Tensor:
+        """Like :meth:`read`, for code that another compiler has made: the same tensor while the bucket stays gathered.
+
+        Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that share
+        storage.
+        """
+        bucket, index = home.bucket, home.index
+        state, connects = self._gather_to_read(bucket), bucket.trains[index] and torch.is_grad_enabled()
+        if self._depth and not (state.unit.is_root or state.unit in self._idle or compat.in_backward()):
+            self._idle.append(state.unit)  # its forward may be a part of the compiled code
+        if (index, connects) not in state.apart:
+            param = self._apart(bucket, state, index, connects)
+            state.apart[index, connects] = param, param._version
+        return state.apart[index, connects][0]
+
+    @_unseen
+    @_as_parameters
+    def _apart(self, bucket: Bucket, state: _Gathered, index: int, connects: bool) -> Tensor:
+        param = compat.apart(self._presented(bucket, state, index))
+        if address := compat.storage_address(param):
+            self._by_storage[address] = bucket
+        if connects:
+            with torch.enable_grad():
+                (param,) = _Attach.apply([param], self._anchors_of(bucket)[index])
+        return self._given(bucket, index, param)
 
     @_unseen
     @_as_parameters
@@ -709,7 +741,7 @@ class EagerRuntime:
 
     def _retire_handed_out(self) -> None:
         for state in self._gathered.values():
-            state.attached = []  # of a unit that was read outside of forwards; the next forward gets others
+            state.attached, state.apart = [], {}  # of a unit that was read outside of forwards; the next forward gets others
         for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
                 OutdatedParameter.replace(param, self, bucket, version)
@@ -985,7 +1017,8 @@ class EagerRuntime:
             compat.wait_tensor(state.started)
         if state.full is None:
             return
-        for tensor in (state.full, *(state.made.leaves if state.made is not None else ())):
+        apart = [param for param, _ in state.apart.values()]
+        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
             if address := compat.storage_address(tensor):
                 self._by_storage.pop(address, None)
         if self._learns_hooks and not self._hooks_everywhere and state.is_used:
@@ -994,7 +1027,8 @@ class EagerRuntime:
             self._hooks_everywhere = True
 
     def _is_written(self, state: _Gathered) -> bool:
-        return state.full is not None and state.full._version != state.content
+        is_written = state.full is not None and state.full._version != state.content
+        return is_written or any(param._version != version for param, version in state.apart.values())
 
     def _refuse_writes(self, bucket: Bucket) -> None:
         try:
@@ -1055,7 +1089,11 @@ class EagerRuntime:
             # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
         version, size = self._gathered[bucket].version, tuple(tensor.shape)
-        place = tensor.stride(), tensor.storage_offset(), tensor.dtype
+        offset = tensor.storage_offset()
+        if leaf is None:  # the storage may be that of a parameter apart
+            start = compat.storage_address(self._gathered[bucket].full)
+            offset = (tensor.data_ptr() - start) // tensor.element_size()
+        place = tensor.stride(), offset, tensor.dtype
         return _SavedView(bucket, version, size, *place, -1 if leaf is None else leaf)
 
     def _plane_of(self, inside: Iterable[Tensor]) -> _SavedPlane | None:
