@@ -162,7 +162,7 @@ class _Gathered:
     attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
     apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
-    """Parameters with storage of their own, and their versions, by index and whether autograd connects them."""
+    """Parameters with storage of their own, and their versions, by index and whether they train."""
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
@@ -633,22 +633,22 @@ class EagerRuntime:
         storage.
         """
         bucket, index = home.bucket, home.index
-        state, connects = self._gather_to_read(bucket), bucket.trains[index] and torch.is_grad_enabled()
+        state, trains = self._gather_to_read(bucket), bucket.trains[index]
         if self._depth and not (state.unit.is_root or state.unit in self._idle or compat.in_backward()):
             self._idle.append(state.unit)  # its forward may be a part of the compiled code
-        if (index, connects) not in state.apart:
-            param = self._apart(bucket, state, index, connects)
-            state.apart[index, connects] = param, param._version
-        return state.apart[index, connects][0]
+        if (index, trains) not in state.apart:
+            param = self._apart(bucket, state, index, trains)
+            state.apart[index, trains] = param, param._version
+        return state.apart[index, trains][0]
 
     @_unseen
     @_as_parameters
-    def _apart(self, bucket: Bucket, state: _Gathered, index: int, connects: bool) -> Tensor:
+    def _apart(self, bucket: Bucket, state: _Gathered, index: int, trains: bool) -> Tensor:
         param = compat.apart(self._presented(bucket, state, index))
         if address := compat.storage_address(param):
             self._by_storage[address] = bucket
-        if connects:
-            with torch.enable_grad():
+        if trains:
+            with torch.enable_grad():  # guards expect the same outside of a context that the code enters
                 (param,) = _Attach.apply([param], self._anchors_of(bucket)[index])
         return self._given(bucket, index, param)
 
