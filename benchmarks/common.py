@@ -226,7 +226,7 @@ def synchronize(config: Config, device: torch.device) -> None:
 
 def launch(work: Callable[[Config, int, torch.device], Any], config: Config) -> Any:
     """Run ``work`` on every rank (one, if the others are simulated) and return what rank 0 returns."""
-    store = open_store(config.ranks)
+    store = open_store()
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     real = 1 if config.simulate else config.ranks

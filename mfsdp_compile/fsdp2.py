@@ -10,37 +10,46 @@
     optimizer = torch.optim.AdamW(model.parameters())
 
 One model is planned, checked and compiled as a whole, but FSDP2's calls come one by one and none says that it is the
-last. So a call only records what is asked for, and the model is sharded when it is used for the first time: when its
-parameters or its state dict are read, when it is moved, compiled or called. The outermost module that was given to
-``fully_shard`` is then the model. Until then, parameters are whole.
+last. So a call only records what is asked for, and the model is sharded when it is used for the first time: when a
+parameter of it or its state dict is read, when it is moved or called. The outermost module that was given to
+``fully_shard`` is then the model. Until then, parameters are whole. Whatever a program can see of them is sharded: each
+module that owns some has a class that shards the model when they are read (:class:`_Pending`).
 
-Modules that were compiled before (``layer.compile()``) are compiled with ``backend="mfsdp"`` instead, with the same
-settings: other backends do not know how to gather parameters.
+A module that is used before the model around it was given to ``fully_shard`` becomes a model of its own. The larger model
+dissolves it at its own first use and takes over its parameters, which stay the same objects (:func:`_shard`).
+
+Modules that are compiled (``layer.compile()``, ``torch.compile(layer)``) are compiled with ``backend="mfsdp"`` instead, with
+the same settings: other backends do not know how to gather parameters.
 
 What differs from FSDP2 is listed in docs/moving/fsdp2.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerUnit
-from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
+from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
 from mfsdp_compile.runtime.init import meta
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.memory.tensor import is_homeless
+from mfsdp_compile.runtime.model import ShardedModel, note_values
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
+from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.topology import Accumulation
 
 from .api import fully_shard_model
@@ -57,8 +66,17 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+
+def __getattr__(name: str) -> Any:
+    """Return the names of FSDP2 that only newer versions of torch have."""
+    if name in ("DataParallelMeshDims", "GradientReductionHandle"):
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _REQUEST = "_mfsdp_request"
 _SHARDED = "_mfsdp_fsdp2"
+_SETTINGS = "_mfsdp_settings"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +90,13 @@ class _Request:
     mp_policy: MixedPrecisionPolicy
     offload_policy: AnyOffloadPolicy
     ignored: frozenset[nn.Parameter]
+    check_values: bool
+    wrappers: tuple[nn.Module, ...]
+    """What ``torch.compile`` has made of some of the modules."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Request:
+        modules, wrappers, ignored = copy.deepcopy((self.modules, self.wrappers, tuple(self.ignored)), memo)
+        return replace(self, modules=modules, wrappers=wrappers, ignored=frozenset(ignored))
 
 
 @dataclass(eq=False)
@@ -81,15 +106,21 @@ class _Sharded:
     Args:
         model: The sharded model.
         units: Units of the module; empty if it owns no parameters.
-        is_root: Whether the module is the model.
+        name: Name of the module in the model; "" for the model.
+        together: What each of the model's modules controls.
+        holder: The model, which is a list of modules if :func:`fully_shard` was called on these.
         syncs, all_reduces: Whether gradients are to be reduced at all, and over outer ranks.
+        reductions: How many units' reductions may run at a time.
     """
 
     model: ShardedModel
     units: tuple[EagerUnit, ...]
-    is_root: bool
+    name: str
+    together: list[_Sharded]
+    holder: nn.Module
     syncs: bool = True
     all_reduces: bool = True
+    reductions: int = EagerPolicy().reductions_in_flight
 
 
 _pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -106,11 +137,13 @@ def fully_shard(
     offload_policy: AnyOffloadPolicy = OffloadPolicy(),
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    check_values: bool = True,
 ) -> Any:
     """Make a module a unit of the model that it belongs to. See ``torch.distributed.fsdp.fully_shard``.
 
-    The model is sharded when it is used for the first time, which is a collective: every rank of the mesh makes the
-    same calls.
+    The model is sharded when it, or a module inside, is used for the first time, which is a collective: every rank of the
+    mesh makes the same calls. What is used before its model is given to ``fully_shard`` is sharded alone. The model then
+    takes over its parameters, which stay the same objects.
 
     Args:
         module: The unit, or a list of modules that are one unit together; last, the model itself. Parameters of the
@@ -126,6 +159,8 @@ def fully_shard(
             :class:`~mfsdp_compile.OptimizerOffloadPolicy`: the same, but gathers need no copy from the host.
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
+        check_values: Whether the values of parameters must be equal on all ranks, as FSDP2 assumes. They are compared before
+            the first forward, except for parameters that have been overwritten by then, as by ``load_state_dict``.
 
     Returns:
         ``module``. Its class is a subclass of :class:`FSDPModule` and of its class.
@@ -134,8 +169,10 @@ def fully_shard(
         TypeError, ValueError, NotImplementedError: An argument is wrong or not supported. Nothing has changed. What
             concerns the model as a whole is raised at its first use.
     """
-    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    given = (module,) if isinstance(module, nn.Module) else tuple(module)
+    modules = tuple(compat.uncompiled(each) for each in given)
     _check_modules(modules)
+    _check_bool("check_values", check_values)
     _check_placements(modules, shard_placement_fn)
     offload_of(offload_policy, "fully_shard(offload_policy)")
     request = _Request(
@@ -146,11 +183,15 @@ def fully_shard(
         mp_policy,
         offload_policy,
         frozenset(ignored_params or ()),
+        check_values,
+        tuple(wrapper for wrapper in given if wrapper not in modules),
     )
     for each in modules:
         vars(each)[_REQUEST] = request
-        each.__class__ = _class_of(cast(Any, type(each)), is_pending=True)
-        _pending.add(each)
+        compat.register_fully_sharded(each)
+        _wait(each)
+    for wrapper in request.wrappers:
+        compat.before_compiled_call(wrapper, functools.partial(_sharded, compat.uncompiled(wrapper)))
     return module
 
 
@@ -167,12 +208,11 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if isinstance(module, FSDPModule):
             raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}.")
-        sharded = next((name for name, inner in module.named_modules() if _SHARDED in vars(inner)), None)
-        if sharded is not None:
+        inside = set(module.modules())
+        if any(unit not in inside for owner in _owners(module) for unit in _units_in(owner.module)):
             raise ValueError(
-                f"Module {sharded!r} inside the {type(module).__name__} is sharded already: it was used after its own call "
-                "of fully_shard (its parameters were read, or it was called). Call fully_shard on all modules, from the "
-                "inside out, before anything uses them."
+                f"fully_shard was called on a {type(module).__name__} that is a part of a sharded model. Call it on all modules, "
+                "from the inside out, before anything uses the model."
             )
     for one in modules:
         inside = set(one.modules()) - {one}
@@ -186,7 +226,7 @@ def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Para
     if placement is None:
         return
     for module in modules:
-        for name, param in module.named_parameters():
+        for name, param in _whole_parameters(module):
             wanted = placement(param)
             if wanted is not None and not (isinstance(wanted, Shard) and wanted.dim == 0):
                 raise NotImplementedError(
@@ -196,7 +236,29 @@ def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Para
                 )
 
 
+def _whole_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters with their names, without sharding modules that are not sharded yet."""
+    for prefix, module in root.named_modules():
+        for name, param in vars(module)["_parameters"].items():
+            if param is not None:
+                yield f"{prefix}.{name}" if prefix else name, param
+
+
 # -- classes ----------------------------------------------------------------------------------------------------------
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _setting(method: _Method) -> _Method:
+    """Repeat a call, the last one of its method, when the module's model becomes a part of a larger one."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        method(self, *args, **kwargs)
+        vars(self).setdefault(_SETTINGS, {})[method.__name__] = args, kwargs
+
+    return cast(_Method, call)
 
 
 class FSDPModule:
@@ -209,11 +271,22 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make ``type(module)(...)`` return a module of the class that the user wrote."""
-        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-        return original(*args, **kwargs)
+        return _written(cls)(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep generated classes from subclass hooks of the user's classes, such as registries."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward, as ``nn.Module.compile``. The backend is ``"mfsdp"``, with the one given behind it."""
+        before = self._compiled_call_impl  # type: ignore[has-type]
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(self, _Pending):
+            try:
+                if (settings := _settings_of(cast(nn.Module, self), type(self).__name__)) is not None:
+                    _compile_again(cast(nn.Module, self), settings)
+            except ValueError:
+                self._compiled_call_impl = before
+                raise
 
     # -- gathered parameters ------------------------------------------------------------------------------------------
 
@@ -240,12 +313,14 @@ class FSDPModule:
         state = _state(self)
         state.model.eager.reshard(state.units)
 
+    @_setting
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are released after forward and gathered again in backward. Not during a step."""
         _check_bool("reshard_after_forward", reshard_after_forward)
         for model, units in _models(self, recurse):
             model.set_reshard_after_forward(_buckets(units), reshard_after_forward)
 
+    @_setting
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are released after backward.
 
@@ -257,11 +332,13 @@ class FSDPModule:
         for model, units in _models(self, recurse):
             model.set_reshard_after_backward(_buckets(units), reshard_after_backward)
 
+    @_setting
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules to start gathering when this one has been gathered in forward."""
         for unit in (state := _state(self)).units[:1]:  # of the model's parts, the one that forward uses first
             state.model.eager.control(unit).forward_prefetch = _units_of(modules)
 
+    @_setting
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules to start gathering when this one has been gathered in backward."""
         for unit in (state := _state(self)).units[-1:]:
@@ -271,36 +348,46 @@ class FSDPModule:
         """Let everything that the current stream runs from now on, gathers included, wait for ``event``."""
         torch.accelerator.current_stream().wait_event(event)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Has no effect: backward gathers the parameters that it reads, and no others."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        _state(self)
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    @_setting
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients. If not, each rank sums its whole gradients.
 
-        Call it on the model. The first call with False, which must not be during a step, has graphs compiled again.
+        Call it on the model, or on all of its modules: when backward runs, all must have the same setting. The first call
+        with False, which must not be during a step, has graphs compiled again.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
-        state = _root_state(self, "set_requires_gradient_sync", recurse)
-        state.syncs = state.all_reduces = requires_gradient_sync
+        state = _state(self)
         accumulation = state.model.topology.accumulation
         if not requires_gradient_sync and not accumulation.whole_gradients:
             state.model.set_accumulation(Accumulation(True, accumulation.keeps_gathered))
+        for each in _states(self, recurse):
+            each.syncs = each.all_reduces = requires_gradient_sync
         _apply_sync(state)
 
+    @_setting
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients over the ranks that replicate shards (HSDP).
 
-        Call it on the model.
+        Call it on the model, or on all of its modules: when backward runs, all must have the same setting.
         """
         _check_bool("requires_all_reduce", requires_all_reduce)
-        state = _root_state(self, "set_requires_all_reduce", recurse)
-        state.all_reduces = requires_all_reduce
-        _apply_sync(state)
+        for each in _states(self, recurse):
+            each.all_reduces = requires_all_reduce
+        _apply_sync(_state(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward waits for its own reductions before it returns."""
         _check_bool("is_last_backward", is_last_backward)
-        _root_state(self, "set_is_last_backward", recurse=True)
+        _state(self)
 
+    @_setting
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's own gradients over ranks by ``factor``, instead of the number of ranks.
 
@@ -318,6 +405,7 @@ class FSDPModule:
         _check_bool("enable", enable)
         _state(self)
 
+    @_setting
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook(gradient)`` with each reduced gradient of this module's own parameters before it is accumulated.
 
@@ -341,21 +429,31 @@ class FSDPModule:
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _state(self)
 
+    @_setting
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many units' reductions may run in eager code before it waits for the oldest. Call it on the model."""
+        """Set how many units' reductions may run in eager code before it waits for the oldest.
+
+        The largest number that any module of the model has holds for all of them.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(
                 f"set_reduce_scatter_max_input_buffers takes a whole number from 1 on, got {max_input_buffers!r}"
             )
-        state = _root_state(self, "set_reduce_scatter_max_input_buffers", recurse)
-        runtime = state.model.eager
-        runtime.policy = replace(runtime.policy, reductions_in_flight=max_input_buffers)
+        for each in _states(self, recurse):
+            each.reductions = max_input_buffers
+        runtime, together = _state(self).model.eager, _state(self).together
+        runtime.policy = replace(runtime.policy, reductions_in_flight=max(each.reductions for each in together))
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model."""
-        state = _root_state(self, "reset_iter_state", recurse=True)
+        state = _state(self)
+        if state.name:
+            raise ValueError(
+                f"reset_iter_state was called on module {state.name!r}: it is for the model as a whole. Call it on the "
+                "module that the last fully_shard was called on."
+            )
         state.model.leave_backward()
         state.model.eager.reset()
         state.model.zero_gradients()
@@ -369,7 +467,6 @@ _REFUSED = {
     "set_allocate_memory_from_process_group_for_comm": _NCCL,
     "set_symm_mem_for_comm": _NCCL,
     "set_separate_reduce_scatter_group": "gathers have a communicator of their own with NCCL",
-    "set_unshard_in_backward": "backward gathers what it reads",
     "set_keep_unsharded_storage": "for CUDA graphs use fully_shard_model(cuda_graph_mode=True)",
     "set_manual_backward_finalization": "use fully_shard_model, and model.set_model_auto_sync(False)",
     "finalize_backward": "use fully_shard_model, and model.finish_grad_sync()",
@@ -389,24 +486,38 @@ for _name in _REFUSED:
     setattr(FSDPModule, _name, _refusing(_name))
 
 
-class _Pending(FSDPModule):
-    """A module that :func:`fully_shard` was called on, and that nothing has used yet. Any use shards the model."""
+class _Pending:
+    """A module of a model that is not sharded yet. Any use of its parameters shards the model."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make ``type(module)(...)`` return a module of the class that the user wrote."""
+        return _written(cls)(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep generated classes from subclass hooks of the user's classes, such as registries."""
 
     @property
-    def __call__(self) -> Callable[..., Any]:  # type: ignore[override]
+    def __call__(self) -> Callable[..., Any]:
         return _sharded(self).__call__
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return _sharded(self).named_parameters(*args, **kwargs)
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """What all walks of parameters read, also those of a module around that was not given to :func:`fully_shard`."""
+        return vars(_sharded(self))["_parameters"]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _sharded(self).state_dict(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_parameters"]:
+            return getattr(_sharded(self), name)
+        return super().__getattr__(name)  # type: ignore[misc]
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return _sharded(self).load_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return _sharded(self)._load_from_state_dict(*args, **kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        _sharded(self).compile(*args, **kwargs)
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        _sharded(self).register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        _sharded(self).__delattr__(name)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> nn.Module:
         return _sharded(self).apply(fn)
@@ -419,19 +530,47 @@ class _Pending(FSDPModule):
 
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
             params = [param for param in vars(module)["_parameters"].values() if param is not None]
-            if any(cast(torch.empty(0, dtype=param.dtype)).dtype != param.dtype for param in params):
-                nn.Module._apply(module, cast, recurse=False)
+            if not is_sharded(module) and any(
+                cast(torch.empty(0, dtype=param.dtype)).dtype != param.dtype for param in params
+            ):
+                with _as_written(module):
+                    nn.Module._apply(module, cast, recurse=False)
         return _sharded(self)._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("Copy the model before fully_shard, or after its first use.")
+        return copy.deepcopy(_sharded(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _sharded(self).__reduce_ex__(protocol)
 
 
 @functools.cache
-def _class_of(cls: type[nn.Module], is_pending: bool) -> type[nn.Module]:
-    bases = (_Pending, FSDPModule, cls) if is_pending else (FSDPModule, cls)
-    namespace = {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}", "__doc__": cls.__doc__}
-    return type(f"FSDP{cls.__name__}", bases, namespace)
+def _class_of(cls: type[nn.Module], is_pending: bool, is_unit: bool) -> type[nn.Module]:
+    bases: list[type] = [*([_Pending] if is_pending else []), *([FSDPModule] if is_unit else []), cls]
+    name, where = (f"FSDP{each}" if is_unit else each for each in (cls.__name__, cls.__qualname__))
+    return type(name, tuple(bases), {"__module__": cls.__module__, "__qualname__": where, "__doc__": cls.__doc__})
+
+
+def _written(cls: type) -> type[nn.Module]:
+    """Return the class that the user wrote, of one that :func:`_class_of` has made."""
+    mro = cls.__mro__
+    return mro[max(mro.index(each) for each in (_Pending, FSDPModule) if each in mro) + 1]
+
+
+def _set_class(module: nn.Module, is_pending: bool) -> None:
+    cls, is_unit = type(module), _REQUEST in vars(module)
+    written: Any = _written(cls) if issubclass(cls, (_Pending, FSDPModule)) else cls
+    module.__class__ = _class_of(written, is_pending, is_unit) if is_pending or is_unit else written
+
+
+@contextlib.contextmanager
+def _as_written(module: nn.Module) -> Iterator[None]:
+    is_pending = isinstance(module, _Pending)
+    _set_class(module, is_pending=False)
+    try:
+        yield
+    finally:
+        _set_class(module, is_pending)
 
 
 class _Unshard(UnshardHandle):
@@ -446,69 +585,107 @@ class _Unshard(UnshardHandle):
 # -- sharding at first use --------------------------------------------------------------------------------------------
 
 
+def _wait(module: nn.Module) -> None:
+    """Let the first use of a module, or of one inside, shard the model that it belongs to."""
+    _pending.add(module)
+    for inner in module.modules():
+        if inner is module or (vars(inner).get("_parameters") and not is_sharded(inner)):
+            _set_class(inner, is_pending=True)
+
+
+def _owners(module: nn.Module) -> list[ShardedModel]:
+    """Return the sharded models that modules inside belong to."""
+    return list({id(owner): owner for inner in module.modules() if (owner := owner_of(inner)) is not None}.values())
+
+
+def _units_in(root: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that :func:`fully_shard` was called on."""
+    return [module for module in root.modules() if _REQUEST in vars(module)]
+
+
 def _sharded(module: Any) -> Any:
     """Shard the model that a module belongs to, if it is not sharded yet. Return the module."""
-    if module in _pending:
-        holders = [holder for holder in _pending if any(module is inner for inner in holder.modules())]
-        root = max(holders, key=lambda holder: sum(1 for _ in holder.modules()))
-        _shard(root)
+    if holders := [holder for holder in _pending if any(module is inner for inner in holder.modules())]:
+        _shard(max(holders, key=lambda holder: sum(1 for _ in holder.modules())))
+    elif isinstance(module, _Pending):  # the model that it belonged to is gone
+        _set_class(module, is_pending=False)
     return module
 
 
 def _shard(root: nn.Module) -> None:
-    pending = [module for module in root.modules() if module in _pending]
-    requests = list(dict.fromkeys(vars(module)[_REQUEST] for module in pending))
+    """Shard a model. Models inside, which were used before ``root`` was given to :func:`fully_shard`, become parts of it."""
     own: _Request = vars(root)[_REQUEST]
+    holder = root if len(own.modules) == 1 else nn.ModuleList(own.modules)
+    units = _units_in(holder)
+    requests = list(dict.fromkeys(vars(module)[_REQUEST] for module in units))
     _check_requests(root, own, requests)
-    compiled = _compiled(root)
-    for module in pending:
-        module.__class__ = _class_of(type(module).__mro__[3], is_pending=False)
+    compiled = _compiled(holder, [wrapper for request in requests for wrapper in request.wrappers])
+    parts = list({id(state.model): state.model for module in units if (state := vars(module).get(_SHARDED))}.values())
+    settings = {module: vars(module).get(_SETTINGS, {}) for module in units}
+    for part in parts:
+        part.check_dissolves()
+    for part in parts:
+        part.dissolve()
+    for module in units:
+        if vars(module).pop(_SHARDED, None) is not None:
+            for name in vars(module).get(_METHODS, ()):
+                vars(module).pop(name)
+    for module in holder.modules():
+        _set_class(module, is_pending=False)
+    tie_again(holder)
     try:
-        model = _shard_now(root, own, requests)
+        model = _shard_now(holder, own, requests)
     except BaseException:
-        for module in pending:  # as before: the model can be used, or the call repeated
-            module.__class__ = _class_of(type(module).__mro__[2], is_pending=True)
+        for module in units:  # as before: the model can be used, or the call repeated
+            _wait(module)
         raise
-    for module in pending:
+    model.awaits_values |= any(part.awaits_values for part in parts)
+    names, together = {module: name for name, module in holder.named_modules()}, []  # type: ignore[var-annotated]
+    for module in units:
         _pending.discard(module)
-        del vars(module)[_REQUEST]
-        units = tuple(
-            unit for unit in model.eager.units if (unit.is_root if module is root else module in unit.modules)
+        of_module = (
+            each for each in model.eager.units if (each.is_root if module is holder else module in each.modules)
         )
-        vars(module)[_SHARDED] = _Sharded(model, units, is_root=module is root)
-    for module in root.modules():
-        for name in vars(module).pop(_METHODS, ()):
-            vars(module).pop(name)
+        together.append(_Sharded(model, tuple(of_module), names[module], together, holder))
+        vars(module)[_SHARDED] = together[-1]
+        for name in vars(module).get(_METHODS, ()):
+            vars(module).pop(name, None)
             register_forward(module, name)
-    for module, settings in compiled.items():
-        _compile_again(module, settings)
+    for module, how in compiled.items():
+        _compile_again(module, how)
+    for module, calls in settings.items():
+        for name, (args, kwargs) in calls.items():
+            getattr(module, name)(*args, **kwargs)
 
 
 def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> ShardedModel:
-    units = [list(request.modules) for request in requests if request is not own]
+    units = [list(request.modules) for request in requests if request.modules != (root,)]
     is_meta = meta.has_meta(root)
-    return fully_shard_model(
+    ignored = frozenset().union(*(request.ignored for request in requests))
+    # The dimensions of tensor parallelism have values to compare, too.
+    checks_later = not any(isinstance(param, DTensor) for param in root.parameters() if not is_homeless(param))
+    if checks_later and all(request.check_values for request in requests):
+        note_values(param for param in root.parameters() if param not in ignored)
+    model = fully_shard_model(
         root,
         **_mesh(own),
         fsdp_unit_modules=units,
         mixed_precision_policy={
             None: own.mp_policy,
-            **{module: each.mp_policy for each in requests if each is not own for module in each.modules},
+            **{module: each.mp_policy for each in requests for module in each.modules if module is not root},
         },
         init_model_with_meta_device=is_meta,
         init_fn=meta.Later() if is_meta else None,
-        ignored_params=frozenset().union(*(request.ignored for request in requests)),
+        ignored_params=ignored,
         reshard_after_forward={module: each.reshard_after_forward for each in requests for module in each.modules},
         offload_policy={module: each.offload_policy for each in requests for module in each.modules},
+        check_values=not checks_later and all(request.check_values for request in requests),
     ).sharded
+    model.compares_values = checks_later and all(request.check_values for request in requests)
+    return model
 
 
 def _check_requests(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> None:
-    if len(own.modules) > 1:
-        raise ValueError(
-            f"fully_shard was called on a list of {len(own.modules)} modules, but on no module that contains them. Call it "
-            "on the model last."
-        )
     for request in requests:
         if (request.mesh, request.dims) != (own.mesh, own.dims):
             name = next(name for name, module in root.named_modules() if module is request.modules[0])
@@ -529,48 +706,61 @@ def _mesh(request: _Request) -> dict[str, Any]:
             raise ValueError(f"fully_shard takes a mesh of one dimension, or of two with names, got {mesh}")
         (outer, shard) = mesh.mesh_dim_names
     else:
-        shard_names, replicate_names = request.dims
-        if len(shard_names) != 1 or len(replicate_names) > 1:
-            raise NotImplementedError(
-                f"dp_mesh_dims names {shard_names} to shard over and {replicate_names} to replicate over: one dimension is "
-                "needed to shard over, and at most one to replicate. Flatten several into one first."
-            )
-        shard, outer = shard_names[0], next(iter(replicate_names), None)  # type: ignore[assignment]
+        shard, outer = (_flattened(mesh, names) for names in request.dims)
+    if shard is None:
+        return {"device_mesh": mesh, "dp_shard_dim": outer, "zero_dp_strategy": "no_shard"}
     if outer is None:
         return {"device_mesh": mesh, "dp_shard_dim": shard}
     group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
     return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}
 
 
-def _compiled(root: nn.Module) -> dict[nn.Module, compat.CompileSettings]:
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> str | None:
+    """Return the name of the mesh dimension that several form together; None for none."""
+    if len(names) < 2:
+        return next(iter(names), None)
+    mesh[names]._flatten(name := "_".join(names))
+    return name
+
+
+def _compiled(root: nn.Module, wrappers: Sequence[nn.Module]) -> dict[nn.Module, compat.CompileSettings]:
     """Return the modules that were compiled with another backend than ours, and how.
+
+    Args:
+        wrappers: What ``torch.compile`` has made of modules, in addition to those inside.
 
     Raises:
         ValueError: The backend cannot be the compiler behind ours.
     """
     found = {}
-    for name, module in root.named_modules():
-        if (
-            module._compiled_call_impl is None
-            or (settings := compat.compile_settings(module._compiled_call_impl)) is None
-        ):
-            continue
-        if settings.backend not in (*INNER_COMPILERS, "mfsdp"):
-            raise ValueError(
-                f"Module {name!r} was compiled with backend={settings.backend!r} before fully_shard, which does not know how "
-                f"to gather parameters. Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then the "
-                "compiler behind it."
-            )
-        if settings.backend != "mfsdp":
-            found[module] = settings
+    for name, module in [*root.named_modules(), *(("", wrapper) for wrapper in wrappers)]:
+        if (how := _settings_of(module, name)) is not None:
+            found[module] = how
     return found
+
+
+def _settings_of(module: nn.Module, name: str) -> compat.CompileSettings | None:
+    """Return how a module was compiled, if it was compiled with another backend than ours.
+
+    Raises:
+        ValueError: The backend cannot be the compiler behind ours.
+    """
+    settings = compat.module_settings(module)
+    if settings is None or settings.backend == "mfsdp":
+        return None
+    if settings.backend not in INNER_COMPILERS:
+        raise ValueError(
+            f"Module {name!r} was compiled with backend={settings.backend!r}, which does not know how to gather parameters. "
+            f"Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then the compiler behind it."
+        )
+    return settings
 
 
 def _compile_again(module: nn.Module, settings: compat.CompileSettings) -> None:
     options: dict[str, Any] = {"inner": settings.backend}
     if settings.inductor:
         options["inductor"] = settings.inductor
-    module.compile(backend="mfsdp", fullgraph=settings.fullgraph, dynamic=settings.dynamic, options=options)
+    compat.compile_module(module, "mfsdp", settings, options)
 
 
 # -- methods other than forward ---------------------------------------------------------------------------------------
@@ -584,14 +774,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         AttributeError: The module has no such method.
     """
+    module = compat.uncompiled(module)
     if not hasattr(module, method_name):
         raise AttributeError(f"{type(module).__name__!r} has no method {method_name!r}")
     if not isinstance(module, FSDPModule):
         return  # as in FSDP2
-    if module not in _pending:
+    vars(module).setdefault(_METHODS, []).append(method_name)
+    if not isinstance(module, _Pending):
         register_forward(cast(nn.Module, module), method_name)
         return
-    vars(module).setdefault(_METHODS, []).append(method_name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(_sharded(self), method_name)(*args, **kwargs)
@@ -611,24 +802,20 @@ def _state(module: Any) -> _Sharded:
     return vars(_sharded(module))[_SHARDED]
 
 
-def _root_state(module: Any, method: str, recurse: bool) -> _Sharded:
+def _states(module: Any, recurse: bool) -> list[_Sharded]:
+    """Return what a module controls, with what modules inside do if ``recurse``."""
     state = _state(module)
-    if not state.is_root or not recurse:
-        raise ValueError(
-            f"{method} was called on a {type(module).__name__}{'' if recurse else ' with recurse=False'}: it is for the model "
-            "as a whole. Call it on the module that the last fully_shard was called on."
-        )
-    return state
+    return [vars(each)[_SHARDED] for each in module.modules() if _SHARDED in vars(each)] if recurse else [state]
 
 
 def _models(module: Any, recurse: bool) -> list[tuple[ShardedModel, list[EagerUnit]]]:
     """Return a module's model, and its units, with those inside if ``recurse``."""
-    state = _state(module)
-    inner = [vars(each)[_SHARDED] for each in module.modules() if _SHARDED in vars(each)] if recurse else [state]
-    return [(state.model, list(dict.fromkeys(unit for each in inner for unit in each.units)))]
+    inner = _states(module, recurse)
+    return [(_state(module).model, list(dict.fromkeys(unit for each in inner for unit in each.units)))]
 
 
 def _units_of(modules: Sequence[Any]) -> tuple[EagerUnit, ...]:
+    modules = [compat.uncompiled(module) for module in modules]
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expected modules that fully_shard was called on, got a {type(module).__name__}")
@@ -640,8 +827,13 @@ def _buckets(units: Sequence[EagerUnit]) -> list[Any]:
 
 
 def _apply_sync(state: _Sharded) -> None:
+    """Give the model the setting of its modules."""
     settings = state.model.grad_sync.settings
-    settings.last_microbatch = None if state.syncs and state.all_reduces else False
+    settings_of = {each.name: each.syncs and each.all_reduces for each in state.together if each.units}
+    waiting = [name for name, reduces in settings_of.items() if not reduces]
+    reducing = [name for name, reduces in settings_of.items() if reduces]
+    settings.last_microbatch = False if waiting else None
+    settings.contradiction = (waiting[0], reducing[0]) if waiting and reducing else None
 
 
 def _check_bool(name: str, value: object) -> None:

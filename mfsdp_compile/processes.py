@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .runtime import compat
+
 __all__ = ["join", "open_store", "run_ranks"]
 
 
-def open_store(ranks: int) -> dist.TCPStore:
+def open_store() -> dist.TCPStore:
     """Open a store for ranks on this machine, at a port that the system chooses, so that no other program can take it.
 
-    It serves as long as the caller keeps it. Ranks connect to its ``port`` with :func:`join`.
+    It serves as long as the caller keeps it, and no other machine. Ranks connect to its ``port`` with :func:`join`.
     """
-    return dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    return compat.serve_store("127.0.0.1", dist.default_pg_timeout)
 
 
 def join(backend: str, rank: int, ranks: int, port: int) -> None:
@@ -48,7 +50,7 @@ def run_ranks(
     """
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    store = open_store(ranks)
+    store = open_store()
     processes = [
         context.Process(
             target=_process, args=(work, rank, ranks, store.port, backend, threads, arguments, queue), daemon=True

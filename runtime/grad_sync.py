@@ -32,15 +32,25 @@ class SyncSettings:
         automatic: Whether reductions are due after every backward.
         last_microbatch: Whether the current backward is the last one before the optimizer's step; None: unknown.
         override: Setting of the innermost context manager; None: there is none.
+        contradiction: Names of a module whose gradients are not to be reduced and one whose gradients are, if
+            ``last_microbatch`` was set by module.
     """
 
     automatic: bool = True
     last_microbatch: bool | None = None
     override: bool | None = None
+    contradiction: tuple[str, str] | None = None
 
     def is_due(self) -> bool:
         if self.override is not None:
             return self.override
+        if self.contradiction is not None:
+            waiting, reducing = (f"{name!r}" if name else "the model's own" for name in self.contradiction)
+            raise RuntimeError(
+                f"Gradients of {reducing} parameters are to be reduced in this backward, and those of {waiting} are not "
+                "(set_requires_gradient_sync or set_requires_all_reduce): it is one setting for the model. Call the method "
+                "on the model, or with the same value on all of its modules."
+            )
         return self.automatic if self.last_microbatch is None else self.last_microbatch
 
 
@@ -238,6 +248,8 @@ class GradSync:
         if self._conduct.steps == 0:
             self._conduct.note("checks before the first step")
             step_checks.check_first_step(buffers(), self._buckets, reduced, self._conduct.members.group)
+        if self.in_backward:  # an optimizer that steps in backward: the other gradients are still to come
+            return
         if (missing := step_checks.missing(self._buckets, reduced)) is not None and missing not in self._warned:
             self._warned.add(missing)
             warnings.warn(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from . import compat, recovery, step_checks
 from .eager.engine import EagerRuntime
-from .eager.modules import label_module
+from .eager.modules import is_sharded, label_module, release_module
 from .eager.summon import whole_parameters
 from .exchange import Overlap, buffer_bytes
 from .grad_sync import GradSync, SyncSettings
@@ -38,18 +38,20 @@ from .memory.bucket import Bucket
 from .memory.comm_buffers import BufferPool
 from .memory.quantized_shards import QuantizedShards
 from .memory.registration import Registration
+from .memory.tensor import NOTED_VALUE, RowShardedTensor
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
 from .owner import owners_of
 from .plan.model_plan import shared_buffers
-from .plan.partition import Peers
+from .plan.partition import Peers, local_part
 from .precision import Policies
+from .ranks.agreement import agree, value_digest
 from .ranks.conduct import Conduct
 from .ranks.journal import journal
 from .run_lineage import Lineage
 from .topology import Accumulation, Topology
 
-__all__ = ["ShardedModel", "models_of"]
+__all__ = ["ShardedModel", "models_of", "note_values"]
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 """All sharded models of the process: models that share compiled code learn of each other's schedules."""
@@ -73,6 +75,8 @@ class ShardedModel:
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
         optimizers: The optimizers that hold its parameters.
+        compares_values: Whether noted values of parameters are to be compared between ranks; see :func:`note_values`.
+        awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
     """
@@ -102,6 +106,8 @@ class ShardedModel:
         self.step_tracker = StepTracker(self.buckets, conduct)
         self.optimizers = Optimizers()
         self.quantized = QuantizedShards(self.buckets)
+        self.compares_values = False
+        self.awaits_values = False
         self.lineage = Lineage()
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -138,11 +144,51 @@ class ShardedModel:
             registration,
             ignored,
         )
+        if self.registration is not None and self.registration.is_expected:  # ranks use the copy together
+            of_copy = weakref.WeakMethod(duplicate.manual_buffer_registration)
+            pool.before_use = lambda: registered() if (registered := of_copy()) is not None else None
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
-        duplicate.lineage = Lineage(continues=self.lineage.continues)
+        duplicate.compares_values, duplicate.awaits_values = self.compares_values, self.awaits_values
+        duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
+
+    def check_dissolves(self) -> None:
+        """Raise if :meth:`dissolve` would lose something.
+
+        Raises:
+            RuntimeError: A step is in progress, or there are gradients.
+            NotImplementedError: A parameter gathers itself, or modules get it quantized.
+        """
+        self.refuse_in_step("The model became a part of a larger one")
+        for bucket in self.buckets:
+            name = bucket.plan.layout.slots[0].name
+            if bucket.has_gradients:
+                raise RuntimeError(
+                    f"Parameters like {name!r} have gradients from before their module became a part of a larger model, which "
+                    "would be lost. Use them, and call zero_grad(), before the larger model is used."
+                )
+            if bucket.plan.is_extension or bucket.plan.scaling:
+                raise NotImplementedError(
+                    f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, and it is "
+                    "gathered in its own form, which cannot be sharded again. Call fully_shard on all modules, from the "
+                    "inside out, before anything reads their parameters."
+                )
+
+    def dissolve(self) -> None:
+        """Let the model's modules be sharded again, as a part of a larger model, which takes over their parameters.
+
+        Parameters stay the same objects, with the same rows, but are in no bucket until then.
+        """
+        assert self.module is not None
+        self.await_gathers()
+        _models.discard(self)
+        for module in self.module.modules():
+            if is_sharded(module):
+                release_module(module)
+        for param in (param for bucket in self.buckets for param in bucket.params):
+            del vars(param)["mfsdp_home"]
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -177,11 +223,11 @@ class ShardedModel:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay at one address: they are zeroed where they would be dropped."""
-        return self.buckets[0].plan.keeps_memory
+        return any(bucket.plan.keeps_memory for bucket in self.buckets)
 
     def is_miscompiled(self) -> bool:
         """See :func:`.compat.is_miscompiled`."""
-        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].device.type)
+        return self.module is not None and compat.is_miscompiled(self.module, self.topology.mesh.device_type)
 
     def module_buffers(self) -> list[Tensor]:
         """Return the model's buffers on this rank."""
@@ -286,6 +332,35 @@ class ShardedModel:
             if self.conduct.failure is not None:
                 recovery.recover(self)
             self.grad_sync.forget_backward()
+            if self.compares_values:
+                agree(self.group, "fully_shard", self._noted_values)
+                self.compares_values = False
+            if self.awaits_values:
+                agree(self.everyone, "values of parameters from the meta device", self._missing_values)
+                self.awaits_values = False
+
+    def _noted_values(self) -> list[str]:
+        return [
+            f"values of {name}: {digest}"
+            for bucket in self.buckets
+            for name, digest in sorted(bucket.params[0].backing.noted.items())
+        ]
+
+    def _missing_values(self) -> list[str]:
+        """Return nothing. Raise RuntimeError if parameters are as they came from the meta device."""
+        shards = [
+            (split.name, param.detach().to_local())
+            for bucket in self.buckets
+            for split, param in zip(bucket.splits, bucket.params, strict=True)
+        ]
+        missing = [name for name, shard in shards if shard.numel() and shard.to(torch.float32).isnan().all()]
+        if missing:
+            names = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            raise RuntimeError(
+                f"{len(missing)} parameters from the meta device have no values yet: {names}. Give them values before the "
+                "first forward: with load_state_dict, a checkpoint, or reset_parameters() of each module."
+            )
+        return []
 
     def failed(self, error: BaseException) -> None:
         """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""
@@ -350,7 +425,7 @@ class ShardedModel:
         Raises:
             RuntimeError: A step is in progress.
         """
-        self._refuse_in_step("reshard_after_forward was changed")
+        self.refuse_in_step("reshard_after_forward was changed")
         for bucket in buckets:
             bucket.set_plan(replace(bucket.plan, reshard_after_forward=value))
         self.label_modules_of(*buckets)
@@ -401,7 +476,7 @@ class ShardedModel:
             RuntimeError: A step is in progress.
             ValueError: The strategy does not support it. Nothing has changed.
         """
-        self._refuse_in_step("What stays between microbatches was changed")
+        self.refuse_in_step("What stays between microbatches was changed")
         topologies = [bucket.accumulating(accumulation) for bucket in self.buckets]
         self.members.set_accumulation(accumulation)
         self._set_topologies(dict(zip(self.buckets, topologies, strict=True)))
@@ -415,7 +490,7 @@ class ShardedModel:
         Raises:
             RuntimeError, ValueError: See :meth:`set_accumulation`.
         """
-        self._refuse_in_step("Parameters were to be kept gathered")
+        self.refuse_in_step("Parameters were to be kept gathered")
         before, kept, room = self.topology, {}, most
         for bucket in self.buckets:
             if bucket.topology.gather_group is None or bucket.plan.is_extension:
@@ -449,14 +524,14 @@ class ShardedModel:
             RuntimeError: A step is in progress.
             NotImplementedError: Experts have other names on other ranks.
         """
-        self._refuse_in_step("Full parameters were asked for")
+        self.refuse_in_step("Full parameters were asked for")
         self.check_parameters_are_everyones("summon_full_params")
         assert self.module is not None
         self.eager.leave_stray_reads()
         with whole_parameters(self, self.module, writeback):
             yield
 
-    def _refuse_in_step(self, what: str) -> None:
+    def refuse_in_step(self, what: str) -> None:
         if self.grad_sync.microbatches or self.eager.is_in_window:
             raise RuntimeError(
                 f"{what} during a step. Do it after optimizer.step() and zero_grad(), before the next forward."
@@ -509,3 +584,13 @@ class ShardedModel:
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:
     """Return the models that own ``buckets``, each once, in order."""
     return [owner for owner in owners_of(buckets) if isinstance(owner, ShardedModel)]
+
+
+def note_values(params: Iterable[nn.Parameter]) -> None:
+    """Note digests of whole parameters, so that ranks can compare them when they hold only rows.
+
+    What is overwritten as a whole loses its note.
+    """
+    for param in params:
+        if not param.is_meta and not isinstance(param, RowShardedTensor):
+            vars(param)[NOTED_VALUE] = value_digest(local_part(param))

@@ -21,7 +21,9 @@ __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument
 class MixedPrecisionPolicy:
     """Dtypes of parameters, gradients, inputs and outputs.
 
-    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded.
+    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded. Complex parameters keep
+    their dtype, and their gradients are summed in it; they are sent as pairs of real numbers, gradients in
+    ``grad_comm_dtype``.
 
     Args:
         main_params_dtype: Dtype of shards and optimizer state. The default, float32, trains a bfloat16 model with
@@ -107,13 +109,13 @@ class MixedPrecisionPolicy:
             )
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
-        """Dtype of a gathered parameter.
+        """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.
 
         Raises:
             ValueError: ``param_dtype_override_fn`` returned something else than is allowed.
         """
         if not param.dtype.is_floating_point:
-            return param.dtype
+            return param.dtype.to_real()
         if self.param_dtype_override_fn is not None:
             chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]
             if chosen is not None and not (
@@ -127,15 +129,20 @@ class MixedPrecisionPolicy:
             return chosen or self.param_dtype or param.dtype
         return self.param_dtype or param.dtype
 
-    def main_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded."""
-        if self.main_params_dtype is None or not model_dtype.is_floating_point:
-            return model_dtype
+    def main_dtype(self, model_dtype: torch.dtype, is_trained: bool = True) -> torch.dtype:
+        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded.
+
+        Frozen parameters in float8 keep their dtype: they are quantized.
+        """
+        is_quantized = not is_trained and model_dtype.itemsize < 2
+        if self.main_params_dtype is None or not model_dtype.is_floating_point or is_quantized:
+            return model_dtype.to_real()
         return self.main_params_dtype
 
     def grad_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are accumulated."""
-        return self.main_grads_dtype or self.main_dtype(model_dtype)
+        main = self.main_dtype(model_dtype)
+        return main if model_dtype.is_complex else self.main_grads_dtype or main
 
     def comm_dtype(self, model_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are reduced."""

@@ -98,6 +98,7 @@ class ShardingOptions:
     offload: Callable[[Unit], Offload | None] = lambda unit: None
 
 
+@torch.inference_mode(False)  # tensors of inference mode could not be written to by later steps
 def shard_model(
     module: nn.Module, topology: Topology, every: dist.ProcessGroup, device: torch.device, options: ShardingOptions
 ) -> ShardedModel:
@@ -114,6 +115,7 @@ def shard_model(
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
     initializer = options.from_meta if meta.has_meta(module) else None
+    topology = replace(topology, inspects=options.gradient_policy.report_nan)
     communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
@@ -153,11 +155,12 @@ def shard_model(
         registration.register(buckets)
     _shard_modules(module, eager, made.homes, casts)
     sharded.forget_old_code()
+    sharded.awaits_values = initializer is not None and not initializer.gives_values
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):
         sharded.make_portions(size)
-    for reference, name in made.replaced:
+    for reference, name, successor in made.replaced:
         if (held := reference()) is not None:
-            retire(held, name)
+            retire(held, name, successor)
     return sharded
 
 
@@ -187,8 +190,10 @@ def _agree_on_plan(
             options.ignored,
         )
         own = options.experts() if options.experts is not None else None
-        if own is not None and not options.gradient_policy.report_nan:  # a reduction's start inspects gradients
-            own = replace(own, topology=replace(own.topology, skips_itself=True))
+        if own is not None:
+            own = replace(
+                own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects)
+            )
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,
@@ -240,13 +245,13 @@ class _Made:
         units: Units with their buckets.
         homes: The bucket of every sharded parameter.
         originals: Replaced parameters, by module and attribute, if they were asked for.
-        replaced: Weak references to the replaced parameters, and their names.
+        replaced: Weak references to the replaced parameters, their names, and what has replaced them.
     """
 
     units: list[EagerUnit]
     homes: dict[nn.Module, dict[str, Home]]
     originals: dict[nn.Module, dict[str, nn.Parameter]]
-    replaced: list[tuple[weakref.ref[nn.Parameter], str]]
+    replaced: list[tuple[weakref.ref[nn.Parameter], str, nn.Parameter]]
 
 
 def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keeps_originals: bool) -> _Made:
@@ -266,8 +271,9 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
             bucket = Bucket(bucket_plan, [p for p, _ in params], [s for _, s in params], shared_by, device, partitions)
             buckets.append(bucket)
             for index, (original, sites) in enumerate(params):
-                made.replaced.append((weakref.ref(original), sites[0].name))
-                move_hooks(original, bucket.params[index])
+                if original is not bucket.params[index]:
+                    made.replaced.append((weakref.ref(original), sites[0].name, bucket.params[index]))
+                    move_hooks(original, bucket.params[index])
                 for site in sites:
                     if keeps_originals:
                         made.originals.setdefault(site.module, {})[site.attribute] = original

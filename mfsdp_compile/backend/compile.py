@@ -69,7 +69,9 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
+    compat.guard_on_hooks()
     shells = find_shells(gm)
+    compat.compile_beyond_limit(_warn_of_limit)
     if not shells:
         if not ShardedModel.any_exists():
             warnings.warn(
@@ -140,6 +142,30 @@ def mfsdp(
             owner.eager.hand_out(as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket)
 
     return run_served if served else run
+
+
+def _warn_of_limit(reached: compat.LimitReached) -> None:
+    """Warn of code that was compiled as often as a setting allows.
+
+    A rank that ran it eagerly would start other collectives than ranks that run its graphs. Ranks reach the limit at
+    different times, and find graphs for different inputs afterwards.
+    """
+    shapes = ", ".join(str(list(shape)) for shape in reached.shapes[:_SHOWN])
+    why = f"{reached.limit} graphs of {reached.code} are not for what it is called with now, tensors of {shapes or 'no shape'}"
+    if reached.setting == "recompile_limit":
+        warnings.warn(
+            f"{why}, and torch._dynamo.config.recompile_limit is {reached.limit}. It is compiled again, for sizes and "
+            "numbers that vary: if this rank ran it eagerly, it would start other collectives than ranks that run its "
+            f"graphs. Pass torch.compile(dynamic=True), or raise the limit. Last guard that failed: {reached.reason}",
+            stacklevel=2,
+        )
+    else:
+        warnings.warn(
+            f"{why}, and torch._dynamo.config.{reached.setting} is {reached.limit}. It runs eagerly from now on, which is "
+            "an error on all ranks if others run its graphs. Keep what varies constant or the same on all ranks, or "
+            f"raise the limit. Last guard that failed: {reached.reason}",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
@@ -469,6 +495,8 @@ def _escaped(gm: fx.GraphModule) -> dict[int, int]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target is torch.view_as_complex:
+            node = node.args[0]
         if isinstance(node, fx.Node) and node.target in MARKERS:
             found[position] = placeholders.index(node.args[0])
     return found

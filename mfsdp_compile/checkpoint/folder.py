@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
+import logging
 import operator
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
@@ -39,7 +43,14 @@ from .saving import PublishingWriter, sharded_part, sync_directory
 
 __all__ = ["Checkpoints"]
 
+LOCK_PATIENCE = 60.0
+"""Seconds to wait for a process that starts or publishes a save in the same folder. That takes milliseconds, and as long as
+it takes to remove an old checkpoint."""
+
 _LATEST = "latest"
+_SAVE = "a save of a checkpoint"
+_LOCK = ".lock"
+_log = logging.getLogger("mfsdp_compile")
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -60,8 +71,8 @@ class Checkpoints:
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
-    a training that was restarted from scratch), saving goes on, because a mistake in one job must not cost the work of
-    another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
+    a training that was restarted from scratch), saving goes on, also at the same time, because a mistake in one job must
+    not cost the work of another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
     names the others.
 
     Args:
@@ -76,7 +87,7 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs that have been named in a warning
+        self._told: set[str] = set()  # runs, and folders with a damaged manifest, that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -163,11 +174,12 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
-        except CheckpointException as error:
+            with watchdog.explaining(_SAVE):
+                dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except (CheckpointException, RuntimeError) as error:
             raise save.failed(error) from error
         finally:
-            save.lock.close()
+            save.until_done.close()
         return save.path
 
     def save_async(
@@ -181,20 +193,34 @@ class Checkpoints:
         """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
 
         The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
-        destroyed.
+        destroyed. A failure is logged as an error when it happens, whether or not anybody asks for it.
 
         Returns:
             A future of the folder. Its exception is the one that :meth:`save` would raise.
         """
         save = self._begin(step, model, optimizer, extra)
+        rank = dist.get_rank()
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
-            save.lock.close()
             error = written.exception()
-            if isinstance(error, CheckpointException):
+            if isinstance(error, RuntimeError):
+                try:
+                    watchdog.explain(error, _SAVE)
+                except RuntimeError as explained:
+                    error = explained
+            if isinstance(error, (CheckpointException, RuntimeError)):
                 error = save.failed(error)
+            save.until_done.close()
             if error is not None:
+                _log.error(
+                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
+                    "ending, call wait() before it destroys its process group.",
+                    rank,
+                    step,
+                    save.path,
+                    error,
+                )
                 done.set_exception(error)
             else:
                 done.set_result(save.path)
@@ -202,7 +228,7 @@ class Checkpoints:
         try:
             written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
-            save.lock.close()
+            save.until_done.close()
             raise
         self._under_way = done
         written.add_done_callback(finish)  # type: ignore[union-attr]
@@ -246,52 +272,83 @@ class Checkpoints:
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
+        with contextlib.ExitStack() as until_done:
+            until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
+            return self._prepared(step, sharded, optimizer, state, group, until_done)
+
+    def _prepared(
+        self,
+        step: int,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        state: dict[str, Any],
+        group: dist.ProcessGroup,
+        until_done: contextlib.ExitStack,
+    ) -> _Save:
+        """Agree on the folder to write to.
+
+        Args:
+            until_done: What must be closed when the save is done. The result takes it over.
+        """
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
-        lock = contextlib.ExitStack()
-        if is_first:
+        lock = until_done.enter_context(contextlib.ExitStack())
+        if dist.get_rank(group) == 0:
             try:
-                lock.enter_context(_locked(self.root))
-                chosen = [(*self._prepare(step, sharded.lineage), None)]
+                with _locked(self.root):
+                    chosen = [(*self._prepare(step, sharded.lineage, lock), None)]
             except Exception as error:  # the other ranks wait for it
                 lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining(_SAVE):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, refusal = chosen[0]
         if refusal is not None:
             raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
 
         def publish() -> None:
-            os.rename(directory, final)
-            sync_directory(self.root)
-            try:
-                write_durably(self.root / _LATEST, final.name)
-                self._remove_old(sharded.lineage)
-            except OSError as error:  # the checkpoint itself is complete
-                warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
+            with _locked(self.root):
+                (directory / _LOCK).unlink()
+                os.rename(directory, final)
+                sync_directory(self.root)
+                try:
+                    write_durably(self.root / _LATEST, final.name)
+                    self._remove_old(sharded.lineage)
+                except OSError as error:  # the checkpoint itself is complete
+                    warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
-        return _Save(state, writer, group, final, directory, lock)
+        return _Save(state, writer, group, final, directory, until_done.pop_all())
 
-    def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
-        """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
-        for pattern in (
-            ".saving-*",
-            ".removing-*",
-        ):  # left by a process that died; none is active, because this process holds the lock
-            for left in self.root.glob(pattern):
+    def _prepare(self, step: int, lineage: Lineage, lock: contextlib.ExitStack) -> tuple[Path, Path, int]:
+        """Create the folder to write to. Runs on the first rank, which holds the lock of the root.
+
+        Args:
+            lock: Gets the folder's lock, which shows that its save is in progress.
+
+        Returns:
+            The folder, its final path, and the serial number.
+        """
+        for left in self.root.glob(".removing-*"):  # by a process that died: removing takes the lock of the root
+            remove(left)
+        for left in self.root.glob(".saving-*"):
+            if left.is_symlink() or not left.is_dir() or not _is_locked(left):
                 remove(left)
-        complete, _ = self._find()
+        complete, damaged = self._find()
         self._warn_of_others(complete, lineage)
+        for path, error in damaged:
+            if path.name not in self._told:
+                self._told.add(path.name)
+                warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=5)
         serial = complete[-1][0].serial + 1 if complete else 0
-        final, number = self.root / f"step-{step:08}", 0
-        while final.exists():  # from a run that was continued from an earlier step; it stays
-            number += 1
-            final = self.root / f"step-{step:08}.{number}"
-        directory = self.root / f".saving-{serial}"
+        names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
+        # A name is taken by an earlier checkpoint, which stays, or by a save of another job that is in progress.
+        name = next(n for n in names if not (self.root / n).exists() and not (self.root / f".saving-{n}").exists())
+        directory = self.root / f".saving-{name}"
         directory.mkdir()
-        return directory, final, serial
+        lock.enter_context(_locked(directory))
+        return directory, self.root / name, serial
 
     def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
         others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
@@ -299,6 +356,14 @@ class Checkpoints:
             if run in self._told:
                 continue
             self._told.add(run)
+            if run in lineage.refused:
+                warnings.warn(
+                    f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: {lineage.refused[run]} "
+                    f"This run, {lineage.run}, goes on from an earlier one, and does not remove them. Remove what is "
+                    "damaged, or move it elsewhere.",
+                    stacklevel=4,
+                )
+                continue
             warnings.warn(
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
@@ -338,7 +403,8 @@ class Checkpoints:
                 chosen = [
                     error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
                 ]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining("a search for the last checkpoint"):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
         return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
@@ -346,7 +412,8 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
 
-        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits end
+        within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
@@ -363,30 +430,61 @@ class _Save:
     group: dist.ProcessGroup
     path: Path
     directory: Path
-    lock: contextlib.ExitStack
+    until_done: contextlib.ExitStack
 
-    def failed(self, error: CheckpointException) -> CheckpointError:
+    def failed(self, error: CheckpointException | RuntimeError) -> CheckpointError:
         """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
-        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
+        what = f"Saving {self.path} failed; earlier checkpoints are as they were"
+        if isinstance(error, CheckpointException):
+            return as_checkpoint_error(error, what)
+        return CheckpointError(f"{what}. {error}")
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Hold a lock, so that one process writes at a time. The OS releases the lock of a process that dies."""
-    root.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"{root} is in use by a save of another process or another Checkpoints") from None
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. The operating system releases the lock of a process that dies.
+
+    Raises:
+        TimeoutError: Another process has held it for :data:`LOCK_PATIENCE`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + LOCK_PATIENCE
+    with _lock_file(folder, os.O_CREAT) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{folder / _LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process that "
+                        "saves into this folder stopped?"
+                    ) from None
+            time.sleep(0.05)
         try:
             yield
         finally:  # closing is not enough: a process forked in the meantime also has the file open
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock."""
+    try:
+        with _lock_file(folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it is a link
+        pass
+    return False
+
+
+def _lock_file(folder: Path, flags: int = 0) -> IO[str]:
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(folder / _LOCK, flags, 0o666), "r+")
 
 
 def _manifest(
@@ -404,5 +502,6 @@ def _manifest(
         rng=True,
         run=sharded.lineage.run,
         continues=sharded.lineage.continues,
+        refused=sharded.lineage.refused,
         optimizer=optimizer_name(optimizer) if optimizer is not None else None,
     )

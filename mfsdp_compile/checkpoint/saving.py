@@ -1,8 +1,9 @@
 """Writing a checkpoint: first the files, then the manifest, and last the name.
 
-``.saving-<serial>``                torch.distributed.checkpoint writes here; every rank hashes its own files
-``.saving-<serial>/manifest.json``  written by the first rank when all ranks are done
-``step-00000100``                   the same folder, renamed; from here on there is a checkpoint of this name
+``.saving-step-00000100``                torch.distributed.checkpoint writes here; every rank hashes its own files
+``.saving-step-00000100/.lock``          locked while the save is in progress
+``.saving-step-00000100/manifest.json``  written by the first rank when all ranks are done
+``step-00000100``                        the same folder, renamed; from here on there is a checkpoint of this name
 
 A process that dies before the rename leaves a folder that nothing takes for a checkpoint, and leaves all other
 checkpoints unchanged.
@@ -161,7 +162,7 @@ def _staged(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_staged(held, copied) for held in value)
     if isinstance(value, RowShardedTensor):
-        return RowShardedTensor.wrap(_staged(value.to_local().detach(), copied), value.split, value.topology)
+        return RowShardedTensor.wrap(_staged(value.to_local().detach(), copied), value.row_split, value.topology)
     if isinstance(value, Tensor):
         return copied(value.detach())
     return value

@@ -5,7 +5,8 @@ The script of the HTML form rounds with the same tables: it receives :data:`SECO
 
 from __future__ import annotations
 
-from decimal import ROUND_HALF_UP, Decimal
+import math
+from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import NamedTuple
 
 from mfsdp_compile.passes.solver.simulate import Exposure
@@ -168,4 +169,6 @@ def reason_text(exposure: Exposure) -> str:
 
 def _rounded(value: float, digits: int) -> str:
     """Round like JavaScript's ``toFixed``: halves up, where Python rounds them to even."""
-    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
+    if not math.isfinite(value):
+        return str(value)
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP, Context(prec=400)))

@@ -31,6 +31,7 @@ __all__ = [
     "in_call_of",
     "in_recomputation",
     "is_called_by_backward",
+    "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
     "refuses_shared_memory",
@@ -78,6 +79,12 @@ _REFUSE_SHARED_MEMORY = ("cond", "while_loop", "scan", "associative_scan", "map_
 def refuses_shared_memory(operator: Any) -> bool:
     """Whether a higher-order operator refuses bodies whose operands share memory."""
     return isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() in _REFUSE_SHARED_MEMORY
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
+    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return composite
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

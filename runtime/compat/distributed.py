@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
@@ -42,9 +43,11 @@ __all__ = [
     "all_to_all_autograd",
     "collectives_started",
     "configured_options",
+    "count_again",
     "device_type",
     "device_types",
     "fake_process_group",
+    "is_own",
     "is_real_group",
     "is_simulated",
     "known_groups",
@@ -53,6 +56,7 @@ __all__ = [
     "new_group_like",
     "process_group",
     "reduce_scatter",
+    "register_fully_sharded",
     "stand_around_collectives",
     "timeout_of",
     "wait_tensor",
@@ -77,6 +81,11 @@ Older torch has a buffer for each message, and keeps sent outputs until the back
 memory for a single message, and releases outputs once they are sent. Gradients of inputs stay until the end of the
 step.
 """
+
+
+def register_fully_sharded(module: nn.Module) -> None:
+    """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
@@ -113,6 +122,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
+def is_own(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`new_group` has made a group."""
+    return group.group_desc == _OWN
+
+
 def known_groups() -> dict[str, list[int]]:
     """Return the ranks of every process group that this rank is in, by name."""
     groups = [group for group in _world.pg_map if dist.get_rank(group) >= 0]
@@ -134,6 +148,11 @@ def collectives_started(group: dist.ProcessGroup) -> int:
 
 _counted_by_backend: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 """The backends that count their collectives, for groups that do not. Asking the others raises, which takes long."""
+
+
+def count_again(group: dist.ProcessGroup) -> None:
+    """Count the collectives of a group from now on by the backends that it has now."""
+    _counted_by_backend.pop(group, None)
 
 
 def _counting_backends(group: dist.ProcessGroup) -> list[Any]:
@@ -283,7 +302,7 @@ def new_group(
             backend_options=options,
             timeout=timeout or _get_default_timeout(backend),
             device_id=device,
-            group_desc="mfsdp",
+            group_desc=_OWN,
         )
     finally:
         default.bound_device_id = device
@@ -291,6 +310,7 @@ def new_group(
     return made
 
 
+_OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -27,9 +28,11 @@ __all__ = [
     "CompileSettings",
     "add_parameter_placeholder",
     "backend_failed",
+    "before_compiled_call",
     "called_by_guards",
     "checkpoint_policy",
     "compilation_metrics",
+    "compile_module",
     "compile_settings",
     "concrete",
     "copy_graph_module",
@@ -43,10 +46,12 @@ __all__ = [
     "graph_argument",
     "graph_break",
     "graph_break_reasons",
+    "guard_on_hooks",
     "inner_exception",
     "is_dynamo_disabled",
     "is_fake",
     "is_multiple",
+    "module_settings",
     "not_traceable",
     "on_values",
     "python_only",
@@ -56,6 +61,7 @@ __all__ = [
     "sets_state",
     "traces_for_others",
     "tracing_fake_mode",
+    "uncompiled",
     "where_not_traceable",
     "without_collection",
     "without_compilation",
@@ -83,6 +89,33 @@ def graph_break(message: str) -> Exception:
     from torch._dynamo.exc import Unsupported
 
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
+
+
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
+"""Hooks of all modules of the process, in ``torch.nn.modules.module``."""
+
+
+def guard_on_hooks() -> None:
+    """Have the code that is being compiled compiled again when hooks of its modules are registered or removed.
+
+    By default, Dynamo does not guard on modules that have no hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``):
+    hooks that are registered after the first call would not run. To be called by a backend.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    assumed = []
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        source = guard.originating_source
+        is_global = isinstance(source, AttrSource) and source.member in _GLOBAL_HOOKS
+        if is_global or guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
+            assumed.append(source)
+    install_guard(*(source.make_guard(GuardBuilder.SEQUENCE_LENGTH) for source in assumed))
 
 
 def dynamo_traces() -> bool:
@@ -404,7 +437,48 @@ def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
     """
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
-    if "self" not in cells or not hasattr(context := cells["self"].cell_contents, "callback"):
+    return _settings_of_context(cells["self"].cell_contents) if "self" in cells else None
+
+
+def module_settings(module: nn.Module) -> CompileSettings | None:
+    """Return how a module was compiled, with ``module.compile()`` or ``torch.compile(module)``; None if it was not."""
+    if isinstance(module, OptimizedModule):
+        return _settings_of_context(module.dynamo_ctx)
+    return None if module._compiled_call_impl is None else compile_settings(module._compiled_call_impl)
+
+
+def compile_module(module: nn.Module, backend: str, settings: CompileSettings, options: dict[str, Any]) -> None:
+    """Compile a module again, in place, with another backend, and its ``fullgraph`` and ``dynamic``."""
+    kwargs: dict[str, Any] = {"fullgraph": settings.fullgraph, "dynamic": settings.dynamic, "options": options}
+    if not isinstance(module, OptimizedModule):
+        nn.Module.compile(module, backend=backend, **kwargs)
+        return
+    compiled = torch.compile(module._orig_mod, backend=backend, **kwargs)
+    vars(module).update({name: vars(compiled)[name] for name in ("forward", "dynamo_ctx")})
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module that ``torch.compile`` was given; anything else unchanged."""
+    while isinstance(module, OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def before_compiled_call(module: nn.Module, prepare: Callable[[], Any]) -> None:
+    """Call ``prepare``, which may compile again, before the first call of what ``torch.compile`` has made of a module."""
+    compiled = vars(module)["forward"]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        if vars(module)["forward"] is forward:
+            vars(module)["forward"] = compiled
+        return vars(module)["forward"](*args, **kwargs)
+
+    vars(module)["forward"] = forward
+
+
+def _settings_of_context(context: Any) -> CompileSettings | None:
+    if not hasattr(context, "callback"):
         return None
     backend = context.callback
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:

@@ -52,8 +52,17 @@ def address_towards(store: dist.Store) -> str | None:
 
 
 def serve_store(host: str, patience: timedelta) -> dist.TCPStore:
-    """Serve a store from this process, on a free port."""
-    return dist.TCPStore(host_name=host, port=0, is_master=True, wait_for_workers=False, timeout=patience)
+    """Serve a store from this process, on a free port of ``host`` alone. By itself, a TCPStore serves all interfaces."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, 0), family=family)
+    return dist.TCPStore(
+        host_name=host,
+        port=listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=patience,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore:

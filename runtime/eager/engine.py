@@ -68,6 +68,7 @@ from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
+from ..memory.redistribute import as_real
 from ..memory.tensor import hooks_of_parameters
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
@@ -440,8 +441,8 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
-                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
+                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
                 "forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
@@ -879,6 +880,8 @@ class EagerRuntime:
             if capacity:
                 enter_pool(self.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            if not bucket.exchange.gather_group:  # one rank
+                return shard.to(bucket.exchange.sent_dtype, copy=True)
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def _gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> _Gathered:
@@ -1083,7 +1086,10 @@ class EagerRuntime:
         leaf = (
             made.leaf_of(tensor) if bucket is not None and (made := self._gathered[bucket].made) is not None else None
         )
-        has_dtype = bucket is not None and tensor.dtype in (bucket.plan.held_dtype, quantize.DTYPE)
+        if bucket is not None and (tensor.is_conj() or tensor.is_neg()):  # the memory does not hold the values
+            bucket, tensor = None, tensor.resolve_conj().resolve_neg()
+        own = () if bucket is None else (bucket.plan.held_dtype, quantize.DTYPE, bucket.plan.given_dtype)
+        has_dtype = tensor.dtype in own
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
@@ -1486,4 +1492,5 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
+        # Anchors of complex parameters are real.
+        return None, *(as_real(gradient) if gradient is not None else None for gradient in gradients)

@@ -45,7 +45,9 @@ __all__ = [
     "as_written",
     "is_sharded",
     "label_module",
+    "owner_of",
     "register_forward",
+    "release_module",
     "shard_module",
     "unsharded_class",
 ]
@@ -92,9 +94,27 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
         EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""
         for name, home in homes.items()
     )
+    are_complex = tuple(home.bucket.plan.is_complex for home in homes.values())
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
-    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
+    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, are_complex, casts)
+
+
+def release_module(module: nn.Module) -> None:
+    """Undo :func:`shard_module`. The module's parameters stay what they are."""
+    state = vars(module)
+    if isinstance(module, nn.RNNBase):
+        state["_flat_weights"] = [module._parameters.get(name) for name in module._flat_weights_names]
+    if getattr(module, _CASTS) and "forward" in state:
+        state["forward"] = state["forward"].__wrapped__
+    module.__class__ = unsharded_class(module)
+    for name in (_HOMES, _WINDOW, _SHELLS, _WRAPPERS, _LAYOUT, _LENT):
+        state.pop(name, None)
+
+
+def owner_of(module: nn.Module) -> Any:
+    """Return the sharded model that a module belongs to; None for a module that is not sharded."""
+    return vars(module)[_WINDOW].runtime.owner if is_sharded(module) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -145,11 +165,12 @@ def _sharded_class(
     attributes: tuple[str, ...],
     partitions: tuple[Partition | None, ...],
     scalings: tuple[str, ...],
+    are_complex: tuple[bool, ...],
     casts: Casts,
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {
-        name: _parameter_property(cls, name, partition, scaling)
-        for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
+        name: _parameter_property(cls, name, partition, scaling, is_complex)
+        for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
     }
     namespace |= {_WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)}
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
@@ -240,13 +261,16 @@ def register_forward(module: nn.Module, name: str) -> None:
     vars(module)[name] = types.MethodType(getattr(module, _CASTS).around(_in_window(method)), module)
 
 
-def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None, scaling: str) -> property:
+def _parameter_property(
+    cls: type[nn.Module], name: str, partition: Partition | None, scaling: str, is_complex: bool
+) -> property:
     """Create the property of a parameter.
 
     Args:
         cls: The class that the user wrote.
         partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
         scaling: Scaling of a parameter that the module gets as it was gathered in float8; "" for others.
+        is_complex: Whether the parameter is complex; its shell is real.
     """
 
     is_layer = compat.transformer_engine.is_layer(cls)
@@ -267,6 +291,7 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
                 part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]
             else:
                 part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+                part = torch.view_as_complex(part) if is_complex else part
             return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.tensor import RowBox, RowSplit
+from ..memory.rows import RowBox, RowSplit
 from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class Initializer:
 
     draws: bool = True
     """Whether random numbers are drawn, as far as known after :meth:`prepare`. If so, ranks need the same seed."""
+
+    gives_values: bool = True
+    """Whether all have values afterwards. If not, the model awaits them before its first forward."""
 
     all_modules: bool = False
     """Whether modules that own nothing on the meta device are passed in, too."""
@@ -129,6 +132,7 @@ class Later(Initializer):
     """Leaves the values to the program, which fills the shards. Until then they are NaN, so that a missing one is seen."""
 
     draws = False
+    gives_values = False
 
     def __call__(self, owner: nn.Module) -> None:
         for tensor in (*owner._parameters.values(), *owner._buffers.values()):

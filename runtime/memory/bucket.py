@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +36,17 @@ from . import host
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
-from .redistribute import take_rows_of_part
-from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
+from .pickled import places
+from .redistribute import RowMove, move_rows, take_rows_of_part
+from .rows import Backing, RowSplit, contiguous_strides
+from .tensor import (
+    NOTED_VALUE,
+    RowShardedTensor,
+    UnreducedGradient,
+    is_homeless,
+    mark_provisional,
+    noted_value,
+)
 
 if TYPE_CHECKING:
     from ..owner import Owner
@@ -66,7 +75,8 @@ class BucketPlan:
         name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
         unit: Name of the unit.
         layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded.
+        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
+            holds pairs of real numbers.
         compute_dtype: Dtype of the gathered parameters.
         main_dtype: Dtype of the shard, its gradients and the optimizer's state.
         requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
@@ -124,6 +134,11 @@ class BucketPlan:
         return reshard if reshard is not None and not isinstance(reshard, bool) else 0
 
     @property
+    def is_complex(self) -> bool:
+        """Whether its parameters are complex."""
+        return self.model_dtype.is_complex
+
+    @property
     def grad_attribute(self) -> str:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
@@ -142,6 +157,10 @@ class BucketPlan:
             self.scaling,
             self.form,
         )
+        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
+            return exchange._replace(gather_group="").with_buffers(
+                NO_BUFFERS, self.gradient_buffers
+            )  # used from the shard
         if self.offload is None:
             return exchange
         return exchange._replace(
@@ -179,6 +198,11 @@ class BucketPlan:
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """Dtype of the parameters that modules get, if they are ordinary tensors."""
+        return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -253,9 +277,13 @@ class Bucket:
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
-        self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
+        self._whole_places = tuple(
+            FlatRange.at(slot.offset // self._width, math.prod(slot.param_shape), slot.param_shape)
+            for slot in layout.slots
+        )
         flat = self._at_rest(layout.shard_numel).zero_()
-        self._copy_rows([local_part(original) for original in originals], flat)
+        self._copy_all(originals, flat)
+        places.add(self)
         self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
         """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
@@ -296,17 +324,17 @@ class Bucket:
         if self.extension is not None:
             self.extension = self.extension.around(views[0])
         backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        noted = zip(self.splits, map(noted_value, like), strict=True)
+        backing.noted.update((split.name, digest) for split, digest in noted if digest is not None)
         self.params = tuple(
-            nn.Parameter(
-                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=original.requires_grad
-            )
+            _parameter(RowShardedTensor.wrap(view, split, self.topology, backing=backing), original)
             for view, split, original in zip(views, self.splits, like, strict=True)
         )
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
         self.shells = tuple(
-            _shell(split.part_shape, plan.compute_dtype, self.device, original.requires_grad)
-            for split, original in zip(self.splits, like, strict=True)
+            _shell(slot.shape, plan.compute_dtype, self.device, original.requires_grad)
+            for slot, original in zip(plan.layout.slots, like, strict=True)
         )
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
@@ -383,9 +411,14 @@ class Bucket:
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
 
+    @property
+    def _width(self) -> int:
+        """Elements of the bucket in one element of its parameters."""
+        return 1 + self.plan.is_complex
+
     def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
-        start = layout.shard_offset(index, self.topology.shard)
+        start = layout.shard_offset(index, self.topology.shard) // self._width
         numel = len(self.splits[index].elements(self.topology.shard))
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
@@ -395,13 +428,40 @@ class Bucket:
         self.await_gather()
         self._copy_rows(parts, self.flat.detach())
 
+    @torch.no_grad()
+    def _copy_all(self, originals: Sequence[nn.Parameter], flat: Tensor) -> None:
+        """Copy this rank's rows of the parameters. A collective if some are sharded, in other places."""
+        sharded = [isinstance(original, RowShardedTensor) for original in originals]
+        whole = [
+            torch.empty(0, device="meta") if its else local_part(o) for its, o in zip(sharded, originals, strict=True)
+        ]
+        self._copy_rows(whole, flat)
+        moves = {
+            index: RowMove(each._local_tensor, each.row_split, each.topology, self.splits[index], self.topology)
+            for index, each in enumerate(originals)
+            if isinstance(each, RowShardedTensor)
+        }
+        away = [index for index, move in moves.items() if not move.is_nothing]
+        rows = {index: move.local for index, move in moves.items()}
+        rows |= zip(away, move_rows([moves[index] for index in away]), strict=True)
+        views = self.views(flat)
+        for index, own in rows.items():
+            views[index].copy_(own)
+
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
         for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
             if split.rows(self.topology.shard) and not part.is_meta:
                 view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
+    def elements(self, flat: Tensor) -> Tensor:
+        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
+        if not self.plan.is_complex or flat.is_complex():
+            return flat
+        return torch.view_as_complex(flat.view(-1, 2))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
+        flat = self.elements(flat)
         first = flat.storage_offset()
         # One operator per view; a slice with a view of it would be two, at every step.
         return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
@@ -409,10 +469,12 @@ class Bucket:
     def whole_view(self, full: Tensor, index: int) -> Tensor:
         """View of a parameter in the gathered bucket, ``[numel]``."""
         start, _, shape, strides = self._whole_places[index]
+        full = self.elements(full)
         return full.as_strided(shape, strides, full.storage_offset() + start)
 
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """Like :meth:`views`, as DTensors."""
+        flat = self.elements(flat)
         specs = self._specs.get(flat.dtype)
         if specs is None:
             specs = self._specs[flat.dtype] = [
@@ -480,8 +542,11 @@ class Bucket:
                 plane.copy_(quantize.from_records(gathered))
         elif self.quantized is None or self.plan.stays_quantized:
             shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
-            compat.all_gather_out(shard, group.size, group.name, out=resident)
-            self._resident_awaited = False
+            if group.size == 1:
+                resident.copy_(shard)
+            else:
+                compat.all_gather_out(shard, group.size, group.name, out=resident)
+            self._resident_awaited = group.size == 1
         else:  # dequantized here, because graphs take residents as they are
             gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
             resident.copy_(self.dequantized(gathered))
@@ -635,18 +700,32 @@ class Bucket:
         return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
-    def gather_shards(self) -> list[Tensor]:
+    def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:
         """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
 
         The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+
+        Args:
+            rows: What to gather instead, of one dtype, by number of the parameter: this rank's rows of tensors that are
+                split like parameters, such as an optimizer's state. The results of other parameters are undefined.
+            what: What is gathered, for messages.
         """
-        whole = self.fetched()
-        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
+        whole = self.fetched() if rows is None else self._joined(rows)
+        self.topology.announce(f"a gather of {what} of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
-        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]
+        return [self.whole_view(whole, index) for index in range(len(self.params))]
+
+    def _joined(self, rows: Mapping[int, Tensor]) -> Tensor:
+        """Return one tensor that holds tensors with this rank's rows at the places of their parameters."""
+        dtype = next(iter(rows.values())).dtype
+        joined = torch.empty(self.flat.numel(), dtype=dtype.to_real(), device=self.device)
+        views = self.views(joined)
+        for index, its in rows.items():
+            views[index].copy_(its)
+        return joined
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -753,7 +832,15 @@ class Bucket:
 
 
 _HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", *_HOOKS}
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", NOTED_VALUE, *_HOOKS}
+
+
+def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:
+    """Return the parameter with these rows: a new one, or the same one if it was sharded before, so that optimizers keep it."""
+    if is_homeless(original):
+        original.move_in(rows)  # type: ignore[attr-defined]
+        return original
+    return nn.Parameter(rows, requires_grad=original.requires_grad)
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from . import host
 from .bucket import Bucket
+from .operators import like_rows
 from .redistribute import take_rows
 from .tensor import (
     RowShardedTensor,
@@ -42,7 +43,6 @@ from .tensor import (
     hooks_of_parameters,
     is_provisional,
     keep,
-    like_rows,
     mark_provisional,
 )
 
@@ -467,7 +467,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
             continue
         if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
             return None
-        if gradient.split != split:  # another parameter's: compare splits, because views without rows look alike
+        if gradient.row_split != split:  # another parameter's: compare splits, because views without rows look alike
             return None
         local = gradient._local_tensor
         if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):

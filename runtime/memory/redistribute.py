@@ -9,7 +9,7 @@ one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +19,23 @@ from .. import compat
 
 if TYPE_CHECKING:
     from ..topology import Topology
-    from .tensor import RowSplit
+    from .rows import RowSplit
 
 __all__ = [
     "RowMove",
     "all_gather_rows",
+    "as_real",
     "move_rows",
     "same_ranks",
     "take_broadcast_rows",
     "take_rows",
     "take_rows_of_part",
 ]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, ``[*shape, 2]``, which collectives take; return others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
@@ -57,20 +63,28 @@ def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)
 
 
-def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    """Return the whole tensor on every rank. A collective."""
-    topology.announce(f"full_tensor() of {split.name!r}", split.name)
+def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: str = "full_tensor()") -> Tensor:
+    """Return the whole tensor on every rank. A collective.
+
+    Args:
+        what: What it is for, for error messages on ranks that do something else.
+    """
+    topology.announce(f"{what} of {split.name!r}", split.name)
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
+    if local.is_complex():
+        return torch.view_as_complex(_gather_part(as_real(local), split.as_pairs, topology))
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
     gathered = topology.on_device(gathered)
+    if not gathered.is_floating_point():
+        gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    pieces = gathered.view(len(counts), -1)
+    pieces = gathered.view(local.dtype).view(len(counts), -1)
     return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)]).view(split.part_shape)
 
 
@@ -103,11 +117,24 @@ class RowMove:
         groups = self.over.shard_groups
         return groups[0] if len(groups) == 1 and same_ranks(self.over, self.target_over) else None
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether each rank has the rows already."""
+        shards = range(self.source.layout.world_size)
+        return same_ranks(self.over, self.target_over) and all(
+            self.source.elements(shard) == self.target.elements(shard) for shard in shards
+        )
+
     def sent(self, sender: int, receiver: int) -> range:
         """Return the elements that a shard of the source and a shard of the target have in common."""
         mine, its = self.source.elements(sender), self.target.elements(receiver)
         start = max(mine.start, its.start)
         return range(start, max(start, min(mine.stop, its.stop)))
+
+    @property
+    def as_pairs(self) -> RowMove:
+        """The same of the pairs of real numbers that complex rows consist of."""
+        return replace(self, local=as_real(self.local), source=self.source.as_pairs, target=self.target.as_pairs)
 
     def finish(self, rows: Tensor) -> Tensor:
         return rows.view(self.target.local_shape(self.target_over.shard))
@@ -126,6 +153,8 @@ def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
     """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
+    are_complex = [move.local.is_complex() for move in moves]
+    moves = [move.as_pairs if pairs else move for move, pairs in zip(moves, are_complex, strict=True)]
     for number, move in enumerate(moves):
         if (group := move.group) is None:
             found[number] = move.alone()
@@ -134,7 +163,7 @@ def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
     for numbers in together.values():
         chosen = [moves[number] for number in numbers]
         found |= zip(numbers, _exchange(chosen), strict=True)
-    return [found[number] for number in range(len(moves))]
+    return [torch.view_as_complex(found[n]) if pairs else found[n] for n, pairs in enumerate(are_complex)]
 
 
 def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:

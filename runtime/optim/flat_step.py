@@ -67,7 +67,7 @@ class _AdjacentParams:
                 value[place.start - self.start : place.stop - self.start].view(place.shape)
                 if place.stop > place.start
                 else value[:0].view(place.shape),
-                param.split,
+                param.row_split,
                 param.topology,
                 backing=(value,),
             )
@@ -146,6 +146,7 @@ class FlatStep:
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
             return False
+        gradient = run.bucket.elements(gradient)
         mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
         setattr(run.flat, run.bucket.plan.grad_attribute, mine)
         return True
@@ -254,16 +255,13 @@ def _find_runs(params: list[Any]) -> list[_AdjacentParams]:
 def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
     """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
     params = bucket.params[first : last + 1]
+    shard = bucket.elements(bucket.flat.detach())
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:
-        return _AdjacentParams(
-            bucket, params, first, 0, torch.zeros_like(bucket.flat[:1], requires_grad=True), is_here=False
-        )
+        return _AdjacentParams(bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False)
     later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
-    start, stop = held[0].start, min([*later, bucket.flat.numel()])
-    return _AdjacentParams(
-        bucket, params, first, start, bucket.flat.detach()[start:stop].requires_grad_(), is_here=True
-    )
+    start, stop = held[0].start, min([*later, shard.numel()])
+    return _AdjacentParams(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
 
 
 def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:

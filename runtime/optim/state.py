@@ -26,6 +26,7 @@ from ..plan.partition import whole_tensor
 from .whole_step import WholeStep, whole_step_of
 
 __all__ = [
+    "cut_distributed_state",
     "cut_loaded_state",
     "follows_rows",
     "name_state",
@@ -86,8 +87,8 @@ def shard_state(key: str, value: Any, param: Any) -> Any:
     ):
         return value
     whole = whole_tensor(value) if isinstance(value, DTensor) else value
-    rows = take_rows(whole, param.split, param.topology.shard)
-    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split, param.topology)
+    rows = take_rows(whole, param.row_split, param.topology.shard)
+    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split, param.topology)
 
 
 def name_state(optimizer: torch.optim.Optimizer) -> None:
@@ -212,7 +213,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         elif whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
                 raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
-            state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
+            state[key] = RowShardedTensor.wrap(value, param.row_split, param.topology)
         else:
             state[key] = value
     return state
@@ -265,6 +266,25 @@ def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequenc
     return [name_of[id(param)] for param in group["params"]]
 
 
+def cut_distributed_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut state that torch has distributed by the placements of a sharded parameter, evenly, like the parameter.
+
+    ``set_optimizer_state_dict(full_state_dict=True)`` loads such state.
+    """
+    for param, held in optimizer.state.items():
+        for key, value in held.items():
+            if _is_distributed_like(value, param):
+                held[key] = shard_state(key, value, param)
+
+
+def _is_distributed_like(value: Any, param: Any) -> bool:
+    return (
+        isinstance(param, RowShardedTensor)
+        and type(value) is DTensor
+        and (value.shape, value.device_mesh, value.placements) == (param.shape, param.device_mesh, param.placements)
+    )
+
+
 def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Cut full tensors, and tensors that others sharded evenly, like parameters.
 
@@ -289,7 +309,7 @@ def _owned_state(
     """Return the state of what this rank steps, and empty state of other parameters. A collective if state is sharded."""
     gathered = {key: compat.tree_map_only(DTensor, _full_tensor, held) for key, held in state.items()}
     missing = [
-        param.split.name
+        param.row_split.name
         for key, param in param_of.items()
         if state and key not in state and _has_state(optimizer, param) and any(_first_states(optimizer, {id(param)}))
     ]

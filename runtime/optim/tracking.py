@@ -22,8 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import compat
 from ..owner import Owner, owners_of
+from .state import cut_distributed_state
 
 __all__ = ["Optimizers", "watch_steps"]
+
+_CUTS = "_mfsdp_cuts_state"
+"""Attribute of optimizers that cut what they load; see :func:`.cut_distributed_state`."""
 
 
 class Optimizers:
@@ -78,7 +82,12 @@ def watch_steps() -> None:
 
 @compat.python_only
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for owner in _models(optimizer):
+    owners = _models(optimizer)
+    if owners and _CUTS not in vars(optimizer):
+        cut_distributed_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(cut_distributed_state)
+        vars(optimizer)[_CUTS] = True
+    for owner in owners:
         owner.step_tracker.begin(optimizer)
 
 

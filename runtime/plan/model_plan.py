@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from ..memory import extension
 from ..memory.bucket import BucketPlan
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.host import Offload
+from ..memory.tensor import RowShardedTensor, is_homeless
 from ..precision import Policies
 from ..ranks.agreement import value_digest
 from ..topology import Topology
@@ -72,7 +74,12 @@ class ModelPlan:
             for param, sites in unit.params:
                 name = sites[0].name
                 partitioner = expert if name in plan.expert_names else dense
-                plan.partitions[name] = partitioner.of(name, param, [site.module for site in sites])
+                is_sharded = isinstance(param, RowShardedTensor)
+                plan.partitions[name] = (
+                    param.row_split.partition
+                    if is_sharded
+                    else partitioner.of(name, param, [site.module for site in sites])
+                )
         plan._check_quantized(planner)
         plan._check_extensions(planner)
         if plan.experts is None:
@@ -305,10 +312,6 @@ def divide(
         )
     precision = PrecisionPlan.of(module, classes, policies, {each for group in groups for each in group})
     units = find_units(module, classes, by_module, groups, ignored)
-    if not units:
-        raise ValueError(
-            "There is nothing to shard: the model has no parameters, or ignored_params contains all of them."
-        )
     joined = join(module, units, unit_bytes, precision.gathered_bytes) if unit_bytes is not None else units
     return joined, precision
 
@@ -362,14 +365,25 @@ def _quantized(bucket: BucketPlan) -> str:
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:
-    """Describe the values of those parameters that have some."""
-    found = {name: param for name, param in params.items() if name in names and not param.is_meta}
+    """Describe the values of those parameters that each rank has."""
+    found = {
+        name: param
+        for name, param in params.items()
+        if name in names and not param.is_meta and not isinstance(param, RowShardedTensor)
+    }
     return [f"values of {name}: {value_digest(local_part(param))}" for name, param in found.items()]
 
 
 def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[nn.Parameter]) -> None:
     for name, part in module.named_modules():
         compat.transformer_engine.check_layer(part, name)
+        own = [param for param in part.parameters(recurse=False) if param not in ignored]
+        if isinstance(part, torch.jit.ScriptModule) and own:
+            raise NotImplementedError(
+                f"Module {name or 'model'!r} is a torch.jit.ScriptModule: its code reads its parameters itself, and would not find "
+                "what was gathered. Shard the module that it was scripted or traced from, or pass its parameters as "
+                "ignored_params: each rank then trains them alone, unless they are frozen."
+            )
     names: dict[int, str] = {}
     for name, param in module.named_parameters():
         if param in ignored:
@@ -392,18 +406,16 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
         elif extension.is_extended(param):
             extension.check(name, param, compat.torchao.refusal(type(param.data)))
         elif (
-            type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param)
+            type(param) is not nn.Parameter
+            and type(param.data) not in (Tensor, DTensor)
+            and not is_homeless(param)
+            and not compat.is_fake(param)
         ):
             kind = type(param.data).__name__
             sharded = " It seems to be already sharded." if kind == "RowShardedTensor" else ""
             sharded += compat.torchao.refusal(type(param.data))
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
-            )
-        if param.is_complex():
-            raise NotImplementedError(
-                f"Parameter {name!r} is complex, and collectives cannot sum complex numbers. Store "
-                "torch.view_as_real(parameter) instead."
             )
         if param.is_meta and not allows_meta:
             raise ValueError(

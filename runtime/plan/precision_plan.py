@@ -108,7 +108,8 @@ class PrecisionPlan:
     def gathered_bytes(self, unit: Unit) -> int:
         """Return the size of a unit's gathered parameters in bytes, without padding."""
         return sum(
-            local_shape(param).numel() * self.compute_dtype(param, sites).itemsize for param, sites in unit.params
+            local_shape(param).numel() * (1 + param.is_complex()) * self.compute_dtype(param, sites).itemsize
+            for param, sites in unit.params
         )
 
     def describe(self) -> list[str]:

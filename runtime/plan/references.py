@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,10 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .. import compat
-from ..memory.tensor import RowShardedTensor
+from ..memory.tensor import RowShardedTensor, is_homeless
 from .partition import local_part
 
-__all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_hooks", "retire"]
+__all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_hooks", "retire", "tie_again"]
+
+
+def tie_again(model: nn.Module) -> None:
+    """Put sharded parameters in the places of those that they have replaced when a part of the model was sharded alone."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, ReplacedParameter) and is_homeless(successor := vars(param)[_SUCCESSOR]()):
+                module._parameters[name] = successor
 
 
 # -- before sharding --------------------------------------------------------------------------------------------------
@@ -175,6 +184,7 @@ def move_hooks(original: Tensor, param: RowShardedTensor) -> None:
 # -- after sharding ---------------------------------------------------------------------------------------------------
 
 _NAME = "mfsdp_replaced"
+_SUCCESSOR = "mfsdp_successor"
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
@@ -207,7 +217,7 @@ class ReplacedParameter:
             f"Parameter {vars(self)[_NAME]!r} was sharded: fully_shard_model has replaced it, and this one, from "
             "before, is not trained. Something still holds it: an optimizer, a list or a closure that was made before "
             "sharding. Make it afterwards, from model.parameters(), or read module.<name> at each use; "
-            "fully_shard(model, optimizer) takes an optimizer along."
+            "mfsdp_compile.fully_shard(model, optimizer) takes an optimizer along."
         )
 
     # Methods of DTensors that do not call __torch_function__.
@@ -237,8 +247,8 @@ def _replaced_class(cls: type[Tensor]) -> type[Tensor]:
     return type(ReplacedParameter.__name__, (ReplacedParameter, cls), {"__module__": __name__})
 
 
-def retire(original: Tensor, name: str) -> None:
-    """Turn ``original`` into a :class:`ReplacedParameter`.
+def retire(original: Tensor, name: str, successor: Tensor) -> None:
+    """Turn ``original``, which ``successor`` has replaced, into a :class:`ReplacedParameter`.
 
     Its memory is freed, unless something else is a view of it. Reads by C++ code, which no error can stop, return NaN.
     """
@@ -253,10 +263,11 @@ def retire(original: Tensor, name: str) -> None:
     elif not original.is_meta:
         original.data = _nothing_like(original)
     vars(original)[_NAME] = name
+    vars(original)[_SUCCESSOR] = weakref.ref(successor)
     cls: Any = type(original)
     original.__class__ = _replaced_class(cls)
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() else 0
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

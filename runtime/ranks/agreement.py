@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import compat
 from .collective_order import AT_REST, StepPhase, orders
+from .lifeline import RankLost
 from .store_tree import Branch, branch_of
 from .watchdog import ORDER, conclude_once, watchdog
 
@@ -103,20 +104,23 @@ def agree(
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
         place = f"{topic}/{epoch}" if epoch else topic
-        verdict = _verdict(
-            group,
-            ranks,
-            place,
-            outcome,
-            timeout,
-            party_size=len(some[0]),
-            heeds_refusals=heeds_refusals,
-            what=what or topic,
-            is_next=topic == ORDER,
-            is_last_resort=is_last_resort,
-        )
-        if failure is None and verdict["kind"] != "same":
-            raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
+        loss = _reaching_store(what or topic) if failure is None else contextlib.suppress(dist.DistNetworkError)
+        with loss:
+            verdict = _verdict(
+                group,
+                ranks,
+                place,
+                outcome,
+                timeout,
+                party_size=len(some[0]),
+                heeds_refusals=heeds_refusals,
+                what=what or topic,
+                is_next=topic == ORDER,
+                is_last_resort=is_last_resort,
+            )
+            if failure is None and verdict["kind"] != "same":
+                _check_not_lost(verdict, what or topic)
+                raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
 
@@ -156,6 +160,7 @@ def conclude(
     offer: Any,
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
+    is_last_resort: bool = False,
 ) -> Any:
     """Return the result of combining all ranks' offers on one rank of ``group``; the same on every rank.
 
@@ -166,21 +171,30 @@ def conclude(
         offer: This rank's offer; plain JSON data.
         combine: Called with all offers, in the order of the ranks, on the rank that arrives last. Returns plain data.
         timeout: How long to wait for ranks that do not arrive.
+        is_last_resort: See :func:`agree`.
 
     Raises:
         RuntimeError: On every rank: lines differ, ``combine`` failed, a rank did not arrive in time, or the store is
             gone.
     """
     ranks = dist.get_process_group_ranks(group)
-    try:
-        outcome = {"digest": _digest(lines), "offer": offer}
-        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
+    outcome = {"digest": _digest(lines), "offer": offer}
+    with _reaching_store(topic):
+        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
+        _check_not_lost(verdict, topic)
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
+
+
+@contextlib.contextmanager
+def _reaching_store(what: str) -> Iterator[None]:
+    """Context for requests to the store. Its loss means that a process has ended."""
+    try:
+        yield
     except dist.DistNetworkError as error:
-        raise RuntimeError(
-            f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
+        raise RankLost(
+            f"{what}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
             "its launcher, has ended."
         ) from error
 
@@ -242,7 +256,8 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with watchdog.explaining(f"a comparison of {what}"):
+        dist.all_gather_object(found, value, group=group)
     return found
 
 
@@ -636,6 +651,14 @@ def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
     for rank, outcome in outcomes.items():
         found.setdefault(outcome.get("party", ""), []).append(rank)
     return list(found.values())
+
+
+def _check_not_lost(verdict: dict[str, Any], what: str) -> None:
+    if verdict["kind"] == "lost":
+        raise RankLost(
+            f"{what}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
+            "last checkpoint."
+        )
 
 
 def _explain(

@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .lifeline import RankLost
+
 __all__ = [
     "ADVICE",
     "AT_REST",
@@ -357,6 +359,8 @@ class Order:
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
             agree([*details(), f"{what} after {here.after} (place {here.number})"], self.epoch)
+        except RankLost:
+            raise
         except RuntimeError as error:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(

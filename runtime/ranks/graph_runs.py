@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .. import compat
@@ -70,6 +71,12 @@ class GraphRun:
         Args:
             numbers: Numbers of the node's outputs that the forward returned.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported for the backward of compiled code, which cannot be differentiated again. "
+                "Run the forward of this loss eagerly (with torch.compiler.set_stance('force_eager'): ...): gradients of "
+                "inputs, as in a gradient penalty, are differentiated there. Or compute the gradient inside the forward."
+            )
         compat.allow_another_backward()
         self._given = [gradients[number] is not None for number in numbers]
         for owner in self._owners:

@@ -305,11 +305,11 @@ def test_ranks_that_do_not_see_one_folder() -> None:
     try:
         folder = shared_folder()
         mine = Path(folder) / str(dist.get_rank())
-        (mine / ".saving-0").mkdir(parents=True)  # as if a job on the other machine had created it
+        (mine / ".saving-step-00000000").mkdir(parents=True)  # as if a job on the other machine had created it
         checkpoints = Checkpoints(mine)
         with raises_everywhere(RuntimeError, "that other ranks have written", "All ranks must see the same folder"):
             if dist.get_rank():
-                (mine / ".saving-0").mkdir(exist_ok=True)
+                (mine / ".saving-step-00000000").mkdir(exist_ok=True)
             _save_to(checkpoints, mine, model)
         assert checkpoints.latest() is None
     finally:

@@ -10,6 +10,20 @@ PLACE = "mfsdp_compile/checkpoint"
 
 CHECKPOINT = (
     Mutant(
+        f"{PLACE}/megatron_states.py",
+        "settings and steps of mapped groups are those of the first group",
+        "        if name in self.settings:",
+        "        if False:",
+        ("checkpoint/test_convert.py -k states_and_settings",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "a run forgets what a run before it could not load",
+        "sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)",
+        "sharded.lineage.take_up((manifest.run, *manifest.continues), {})",
+        (f"{RUNS} passed_over",),
+    ),
+    Mutant(
         f"{PLACE}/saving.py",
         "a save in the background writes what training changes",
         'return tensor.to("cpu", copy=True)',
@@ -82,7 +96,7 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "the folder's new name may be lost with the power",
-        "            sync_directory(self.root)\n",
+        "                sync_directory(self.root)\n",
         "",
         (f"{RUNS} before_they_have",),
     ),
@@ -131,8 +145,10 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "the last name is written when old checkpoints are gone",
-        "                write_durably(self.root / _LATEST, final.name)\n                self._remove_old(sharded.lineage)\n",
-        "                self._remove_old(sharded.lineage)\n                write_durably(self.root / _LATEST, final.name)\n",
+        "                    write_durably(self.root / _LATEST, final.name)\n"
+        "                    self._remove_old(sharded.lineage)\n",
+        "                    self._remove_old(sharded.lineage)\n"
+        "                    write_durably(self.root / _LATEST, final.name)\n",
         ("checkpoint/test_crash.py -k killed",),
     ),
     Mutant(
@@ -145,9 +161,16 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "two processes save into one folder",
-        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "            pass",
-        ("checkpoint/test_checkpoint.py -k two_processes",),
+        "                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                break",
+        "                break",
+        ("checkpoint/test_checkpoint.py -k never_released",),
+    ),
+    Mutant(
+        f"{PLACE}/folder.py",
+        "a save in progress is taken for the remains of a dead one",
+        "not left.is_dir() or not _is_locked(left)",
+        "not left.is_dir() or True",
+        ("checkpoint/test_checkpoint.py -k two_jobs_save",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
@@ -180,8 +203,8 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "a step of the same number takes the place of the one before",
-        "        while final.exists():",
-        "        while False:",
+        "n for n in names if not (self.root / n).exists() and not",
+        "n for n in names if not",
         (f"{RUNS} 'lower_step or takes_the_folder'", "checkpoint/test_checkpoint.py -k folder_of_checkpoints"),
     ),
     Mutant(

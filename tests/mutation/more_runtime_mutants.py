@@ -107,7 +107,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/muon.py",
         "experts that may be several are one parameter",
-        "    if param.topology.skips_itself and param.split.groups and param.ndim < 3:",
+        "    if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:",
         "    if False:",
         WHOLE_MUON,
     ),
@@ -196,8 +196,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/state.py",
         "loaded state shares the memory of the state dict",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.row_split",
         ("runtime/test_optimizer.py -k loaded_state",),
     ),
     Mutant(
@@ -454,5 +454,63 @@ MORE_RUNTIME = (
         "self.registration.of_copy(pool) if self.registration is not None else None",
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
+    ),
+    # -- limits of compilation, and ranks that end -----------------------------------------------------------------------
+    Mutant(
+        "runtime/compat/recompilation.py",
+        "code is left to Python at the limit of recompilations",
+        "config.patch(recompile_limit=sys.maxsize, **varying)",
+        "config.patch(**varying)",
+        ("ranks/test_recompilation.py", "runtime/test_compat.py -k beyond_the_limit"),
+    ),
+    Mutant(
+        "runtime/recovery.py",
+        "process groups of the program stay closed after a reset",
+        "        _reconnect(name, ranks, model.members.agreeing)\n",
+        "        pass\n",
+        ("ranks/test_stalls.py -k default_group",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "nobody tells ranks that wait for a process that has ended",
+        "            if lost := self._lifeline.lost(store, each.ranks):",
+        "            if lost := []:",
+        ("ranks/test_lost_ranks.py -k save-0-kill",),
+    ),
+    Mutant(
+        "runtime/ranks/lifeline.py",
+        "a process that ended in order is taken for a killed one",
+        "neighbor.received.endswith(GOODBYE)",
+        "False",
+        ("ranks/test_lost_ranks.py -k save-1-exit",),
+    ),
+    # -- models that become parts of larger ones ----------------------------------------------------------------------
+    Mutant(
+        "runtime/memory/redistribute.py",
+        "rows that lie elsewhere in the larger model stay where they are",
+        "            self.source.elements(shard) == self.target.elements(shard) for shard in shards",
+        "            bool(self.source) for shard in shards",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "mfsdp_compile/fsdp2.py",
+        "settings of a module end when a larger model takes it over",
+        "            getattr(module, name)(*args, **kwargs)",
+        "            pass",
+        ("integrations/test_fsdp2_between.py -k used_between",),
+    ),
+    Mutant(
+        "runtime/plan/references.py",
+        "a weight that is shared with a part that was used stays the unsharded one",
+        "                module._parameters[name] = successor",
+        "                pass",
+        ("integrations/test_fsdp2_between.py -k kinds_of_models",),
+    ),
+    Mutant(
+        "runtime/memory/operators/arguments.py",
+        "overwritten values are compared",
+        "            tensor.backing.noted.pop(tensor.row_split.name, None)",
+        "            pass",
+        ("integrations/test_fsdp2_between.py -k values_that_differ",),
     ),
 )

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from parity import AOT_EAGER, EAGER, INDUCTOR
+from parity import AOT_EAGER, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.runtime import compat
 
 WIDTH = 6
 
@@ -108,7 +107,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        weight = {"root": lambda: None, "unit": lambda: None, "returned": self.giver, "argument": lambda: self.head.weight}
+        weight = {
+            "root": lambda: None,
+            "unit": lambda: None,
+            "returned": self.giver,
+            "argument": lambda: self.head.weight,
+        }
         given = weight[self.where]()
         with AROUND[self.around]():
             if self.recompute is None:
@@ -154,12 +158,12 @@ WHERE = ["root", "unit", "returned"]
 KEPT = ["whole", "view", "cast", "attribute"]
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_what_functions_save_is_there_in_their_backward() -> None:
     """Whatever ran in between: DPO and distillation run the model again before the first backward."""
     for where in WHERE:
         for keep in KEPT:
-            for frozen in (False, True):
+            for frozen in (False, True) if keep in ("whole", "attribute") else (False,):
                 model, alone = nets(frozen, where, keep)
                 for second in ("none", "no_grad", "grad"):
                     check(lambda m, x, s=second: distilled(s, m, x).backward(), model, alone)
@@ -179,7 +183,7 @@ def twice(model: Any, x: Tensor) -> None:
     b.backward()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_backwards_in_any_order() -> None:
     for where in WHERE:
         for keep in KEPT:
@@ -188,17 +192,22 @@ def test_backwards_in_any_order() -> None:
             check(twice, model, alone)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_what_checkpoints_and_hooks_of_others_keep() -> None:
     """Checkpoints keep their arguments; hooks that others have installed keep what they are given."""
     for where in ("root", "returned", "argument"):
         for keep in ("whole", "attribute"):
-            for around, recompute in [("plain", False), ("plain", True), ("kept as it is", None), ("on the host", None)]:
+            for around, recompute in [
+                ("plain", False),
+                ("plain", True),
+                ("kept as it is", None),
+                ("on the host", None),
+            ]:
                 model, alone = nets(False, where, keep, around, recompute)
                 check(lambda m, x: distilled("grad", m, x).backward(), model, alone)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_step_between_forward_and_backward_is_found() -> None:
     """Wherever the weight was kept, and whether or not a forward runs after the step."""
     for where in WHERE:
@@ -215,7 +224,7 @@ def test_a_step_between_forward_and_backward_is_found() -> None:
             model(torch.ones(3, WIDTH)).sum().backward()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
     """From the first forward on: what autograd saves of it is gathered again."""
     for where in ("root", "unit"):
@@ -235,7 +244,7 @@ def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
         assert not eager._hooks_everywhere
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2, timeout=120)
 def test_a_parameter_of_an_earlier_forward_is_for_backwards() -> None:
     model, _ = nets(False, "root", "whole")
     kept = []
@@ -249,7 +258,7 @@ def test_a_parameter_of_an_earlier_forward_is_for_backwards() -> None:
     y = model(torch.ones(3, WIDTH)).sum()
     y.register_hook(lambda _: found.append(kept[0] * 1))
     with parity.raises_everywhere(RuntimeError, "'out.head.weight' was gathered for an earlier forward"):
-        kept[0].shape
+        kept[0].size()
     y.backward()
     assert torch.equal(found[0], values)
     model(torch.ones(3, WIDTH)).sum().backward()

@@ -93,7 +93,7 @@ def run_round(plan: Plan, seed: int, folder: Path, say: Callable[[str], None], s
         SoakError: On any difference, hang or leak.
     """
     server()  # it and torch's first store keep a few files open
-    open_store(1)
+    open_store()
     gc.collect()
     before = _held()
     disk = Disk(folder / "disk")

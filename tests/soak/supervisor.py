@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._store = open_store(job.ranks)
+        self._store = open_store()
         context = server()
         self._pipes, self.processes = [], []
         for rank in range(job.ranks):

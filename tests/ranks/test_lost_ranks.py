@@ -1,0 +1,118 @@
+"""A rank's process is killed or ends: the ranks that wait for it learn so within seconds, whatever the time limit."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from pool import server
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+
+SECONDS = 30.0
+"""Time within which every rank must have its error. It takes about three seconds."""
+LIMIT = timedelta(minutes=30)
+"""Time limit of the process group, for which no test can wait."""
+
+
+def sharded() -> tuple[Any, Any]:
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def compiled(model: Any) -> None:
+    torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})(parity.batches(1)[0, 0])
+
+
+PHASES: dict[str, Callable[[Any, Any, Checkpoints], Any]] = {
+    "save": lambda model, optimizer, checkpoints: checkpoints.save(2, model, optimizer),
+    "save_async": lambda model, optimizer, checkpoints: checkpoints.save_async(2, model, optimizer).result(),
+    "load": lambda model, optimizer, checkpoints: checkpoints.load(model, optimizer),
+    "full_parameters": lambda model, optimizer, checkpoints: list(model.full_parameters()),
+    "full_state_dict": lambda model, optimizer, checkpoints: full_state_dict(model),
+    "shard": lambda model, optimizer, checkpoints: sharded(),
+    "first compiled call": lambda model, optimizer, checkpoints: compiled(model),
+    "forward": lambda model, optimizer, checkpoints: model(parity.batches(1)[0, 0]),
+    "clip": lambda model, optimizer, checkpoints: torch.nn.utils.get_total_norm(model.parameters()),
+    "reset": lambda model, optimizer, checkpoints: model.reset(),
+}
+
+
+def meet(rank: int, port: int, folder: str, phase: str, victim: int, way: str, said: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, timeout=LIMIT, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    model, optimizer = sharded()
+    model(parity.batches(1)[0, rank]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, model, optimizer)
+    time.sleep(2)  # the ring has closed: the watchdog looks every second
+    if rank == victim:
+        if way == "exit":
+            atexit._run_exitfuncs()  # as at the end of a program
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        PHASES[phase](model, optimizer, checkpoints)
+    except Exception as error:
+        said.send((time.monotonic() - begun, f"{type(error).__name__}: {error}"))
+    else:
+        said.send((time.monotonic() - begun, "no error"))
+    os._exit(0)
+
+
+def lose(folder: Path, phase: str, victim: int, way: str) -> tuple[float, str]:
+    """Return how long the other rank took to raise an error in ``phase``, and the error."""
+    # The store is this process's, as it is the launcher's under torchrun: it survives rank 0.
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=LIMIT, wait_for_workers=False)
+    context = server()
+    mine, its = context.Pipe()
+    processes = [
+        context.Process(target=meet, args=(rank, store.port, str(folder), phase, victim, way, its), daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        assert mine.poll(SECONDS + 30), f"{phase}: rank {1 - victim} still waits"
+        took, error = mine.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+    return took, error
+
+
+SHORT = {("save", 0, "kill"), ("save", 1, "exit"), ("full_parameters", 1, "kill"), ("shard", 0, "exit")}
+"""Cases of ``make test``; ``make long`` has all."""
+
+CASES = [
+    pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long])
+    for case in itertools.product(PHASES, (0, 1), ("kill", "exit"))
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("phase", "victim", "way"), CASES)
+def test_a_lost_rank_is_noticed(phase: str, victim: int, way: str, tmp_path: Path) -> None:
+    took, error = lose(tmp_path, phase, victim, way)
+    print(f"{phase}, rank {victim}, {way}: {took:.1f} s, {error}")
+    assert took < SECONDS
+    how = "was killed or has crashed" if way == "kill" else "has ended"
+    assert f"the process of rank {victim} {how}" in error
