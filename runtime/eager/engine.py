@@ -742,7 +742,10 @@ class EagerRuntime:
 
     def _retire_handed_out(self) -> None:
         for state in self._gathered.values():
-            state.attached, state.apart = [], {}  # of a unit that was read outside of forwards; the next forward gets others
+            state.attached, state.apart = (
+                [],
+                {},
+            )  # of a unit that was read outside of forwards; the next forward gets others
         for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
                 OutdatedParameter.replace(param, self, bucket, version)

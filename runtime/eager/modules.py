@@ -172,7 +172,9 @@ def _sharded_class(
         name: _parameter_property(cls, name, partition, scaling, is_complex)
         for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
     }
-    namespace |= {_WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)}
+    namespace |= {
+        _WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)
+    }
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
     namespace[_CASTS] = casts
     namespace |= compat.transformer_engine.overrides(cls)

@@ -43,7 +43,9 @@ class Block(nn.Module):
             return torch._higher_order_ops.while_loop(*step, (torch.zeros((), dtype=torch.int64), x))[1]
         if self.how == "flex":
             q = x.view(1, 1, *x.shape)
-            return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * self.scale[(i + j) % SIZE]).view_as(x)
+            return flex_attention(
+                q, q, q, score_mod=lambda score, b, h, i, j: score * self.scale[(i + j) % SIZE]
+            ).view_as(x)
         return torch.cond(x.sum() > 0, lambda x: self.a(x).sin(), lambda x: self.b(x).cos() * self.scale, (x,))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +74,9 @@ def sharded(mode: str, model: nn.Module) -> tuple[Any, Any]:
         fsdp2.fully_shard(model)
         return model, model
     wrapped = fully_shard_model(model, fsdp_unit_modules=[Block])
-    return wrapped.module, wrapped if mode == EAGER else torch.compile(wrapped, backend="mfsdp", options={"inner": mode})
+    return wrapped.module, wrapped if mode == EAGER else torch.compile(
+        wrapped, backend="mfsdp", options={"inner": mode}
+    )
 
 
 def graphs() -> int:
@@ -134,7 +138,9 @@ def test_branches_in_compiled_models_get_copies_that_backward_computes_again() -
     model = fully_shard_model(Net("cond"), fsdp_unit_modules=[Block])
     saved: list[Tensor] = []
     compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
         loss = compiled(torch.ones(2, SIZE)).sum()
     assert not [tensor for tensor in saved if tensor.shape == (SIZE, SIZE)]
     loss.backward()

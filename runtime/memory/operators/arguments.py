@@ -11,7 +11,16 @@ from torch.distributed.tensor import DTensor
 from ... import compat
 from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
 
-__all__ = ["about_to_write", "by_name", "dims_of", "leaves_of", "refuse", "refuse_own_values", "rows_among", "written_to"]
+__all__ = [
+    "about_to_write",
+    "by_name",
+    "dims_of",
+    "leaves_of",
+    "refuse",
+    "refuse_own_values",
+    "rows_among",
+    "written_to",
+]
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
