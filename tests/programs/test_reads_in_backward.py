@@ -242,7 +242,7 @@ def test_shards_do_not_mix_with_a_ranks_own_values_in_backward() -> None:
             loss.backward()
         handle.remove()
         model.reset()
-    net.head.register_full_backward_hook(lambda *_: print(weight.mul(2).norm() * weight.sum()))
+    net.head.register_full_backward_hook(lambda *_: print(float(weight.mul(2).norm() * weight.sum())))
     model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()
 
 
