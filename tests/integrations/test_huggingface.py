@@ -340,7 +340,8 @@ def test_generation_gives_the_tokens_of_the_whole_model() -> None:
     with model.gathered():
         assert collectives(generate)["all_gather_into_tensor"] == 0
     with model.gathered(20_000):
-        assert 0 < collectives(generate)["all_gather_into_tensor"] < gathers
+        fewer = collectives(generate)["all_gather_into_tensor"]
+    assert 0 < fewer < gathers if world > 1 else fewer == 0
     generate()
     assert len(found) == 4
     assert all(torch.equal(tokens, expected) for tokens in found), world

@@ -235,7 +235,7 @@ def test_utilities_after_sharding() -> None:
         "cannot be deleted": lambda: parametrize.register_parametrization(head, "weight", Square()),
         "gets a new parameter 'weight_orig'": lambda: prune.l1_unstructured(head, "weight", amount=0.3),
         "part of a bucket": lambda: parametrizations.weight_norm(head),
-        "parameter 'weight_orig'": lambda: nn.utils.spectral_norm(head),
+        "Change the model before": lambda: nn.utils.spectral_norm(head),
         "'weight' of Linear is sharded and cannot be replaced": lambda: setattr(head, "weight", None),
     }
     for message, use in refused.items():
