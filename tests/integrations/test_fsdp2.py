@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
 
 APIS = (fsdp, fsdp2)
@@ -707,3 +708,49 @@ def test_ranks_that_ask_for_different_things() -> None:
     model = shard(fsdp2, built(), reshard_after_forward=dist.get_rank() == 0)
     with pytest.raises(RuntimeError, match="reshard_after_forward"):
         list(model.parameters())
+
+
+@on_ranks(2, timeout=60)
+def test_event_that_gathers_wait_for() -> None:
+    class Event:
+        waits = 0
+
+        def wait(self) -> None:
+            Event.waits += 1
+
+    model = by_block(fsdp2)
+    model.set_post_optim_event(None)  # what the CPU's stream records
+    model.set_post_optim_event(Event())
+    assert Event.waits == 1
+
+
+@on_ranks(2, timeout=60)
+def test_muon() -> None:
+    """Its step is FSDP2's within rounding. It warns once, on one rank, that each matrix is gathered on every rank."""
+
+    def run(api: Any, extend: bool = False) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+        for module in (*model, model):
+            api.fully_shard(module)
+        optimizer: Any = torch.optim.Muon(model.parameters(), lr=0.05)
+        if extend:
+            optimizer = fully_shard_optimizer(optimizer)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3) if not extend else None
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.randn(4, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if schedule is not None:
+                    schedule.step()
+        where = [each.filename for each in caught if "Muon's step gathers" in str(each.message)]
+        return [param.full_tensor().detach() for param in model.parameters()], where
+
+    expected, _ = run(fsdp)
+    mine, where = run(fsdp2)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=5e-3)  # products of bfloat16, 0.05 apart per step
+    assert where == ([__file__] if dist.get_rank() == 0 else [])
+    assert run(fsdp2, extend=True)[1] == []
