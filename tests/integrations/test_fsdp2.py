@@ -641,7 +641,13 @@ def test_not_used_yet() -> None:
         assert isinstance(next(model.layers[0].up.parameters()), DTensor)
         assert isinstance(type(model)(), Net)
         assert not isinstance(type(model)(), fsdp2.FSDPModule)
+        assert type(model).__name__ == "FSDPNet"
+        assert not isinstance(model.layers[0].up, fsdp2.FSDPModule)
     del model
+    pair = fsdp2.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert isinstance(pair[:1], nn.Sequential)
+    assert not isinstance(pair[:1], fsdp2.FSDPModule)
+    del pair
     gc.collect()
     assert not fsdp2._pending
 
@@ -654,6 +660,7 @@ def test_refusals() -> None:
         (lambda: fsdp2.fully_shard([]), ValueError, "an empty list"),
         (lambda: fsdp2.fully_shard(3), TypeError, "is not iterable|takes a module"),
         (lambda: fsdp2.fully_shard(model.layers), ValueError, "ModuleList, which has no forward"),
+        (lambda: fsdp2.fully_shard(nn.ModuleDict({"a": model.embed})), ValueError, "ModuleDict, which has no forward"),
         (lambda: fsdp2.fully_shard([model.layers[0], model.layers[0].up]), ValueError, "one contains another"),
         (
             lambda: fsdp2.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1)),
@@ -736,21 +743,22 @@ def test_muon() -> None:
         optimizer: Any = torch.optim.Muon(model.parameters(), lr=0.05)
         if extend:
             optimizer = fully_shard_optimizer(optimizer)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3) if not extend else None
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)  # it wraps step()
         torch.manual_seed(dist.get_rank())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                model(torch.randn(4, 16)).square().mean().backward()
+                model(torch.randn(64, 16)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if schedule is not None:
-                    schedule.step()
+                schedule.step()
         where = [each.filename for each in caught if "Muon's step gathers" in str(each.message)]
         return [param.full_tensor().detach() for param in model.parameters()], where
 
     expected, _ = run(fsdp)
     mine, where = run(fsdp2)
-    torch.testing.assert_close(mine, expected, rtol=0, atol=5e-3)  # products of bfloat16, 0.05 apart per step
     assert where == ([__file__] if dist.get_rank() == 0 else [])
-    assert run(fsdp2, extend=True)[1] == []
+    extended, where = run(fsdp2, extend=True)
+    assert where == []
+    for params in (mine, extended):  # products in bfloat16; an entry moves by up to 0.05 in two steps
+        torch.testing.assert_close(params, expected, rtol=0, atol=2e-3)
