@@ -294,8 +294,12 @@ def test_weights_of_four_bits_stay_whole() -> None:
 class OfTwo(InBFloat16):
     """Wraps two tensors."""
 
+    def __init__(self, data: Tensor) -> None:
+        super().__init__(data)
+        self._other = data
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_data", "_data"], None
+        return ["_data", "_other"], None
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -735,9 +735,13 @@ def test_event_that_gathers_wait_for() -> None:
 def test_muon() -> None:
     """Its step is FSDP2's within rounding. It warns once, on one rank, that each matrix is gathered on every rank."""
 
+    class SideBySide(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([layer(x) for layer in self])
+
     def run(api: Any, extend: bool = False) -> tuple[list[Tensor], list[str]]:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+        model: Any = SideBySide(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
         for module in (*model, model):
             api.fully_shard(module)
         optimizer: Any = torch.optim.Muon(model.parameters(), lr=0.05)
@@ -748,7 +752,7 @@ def test_muon() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                model(torch.randn(64, 16)).square().mean().backward()
+                (model(torch.randn(64, 16)) * torch.randn(3, 64, 16)).sum().backward()  # well-conditioned gradients
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
@@ -760,5 +764,5 @@ def test_muon() -> None:
     assert where == ([__file__] if dist.get_rank() == 0 else [])
     extended, where = run(fsdp2, extend=True)
     assert where == []
-    for params in (mine, extended):  # products in bfloat16; an entry moves by up to 0.05 in two steps
-        torch.testing.assert_close(params, expected, rtol=0, atol=2e-3)
+    for params in (mine, extended):  # products in bfloat16; an entry moves by up to 0.02 in two steps
+        torch.testing.assert_close(params, expected, rtol=0, atol=1e-3)
