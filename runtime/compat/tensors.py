@@ -27,6 +27,7 @@ __all__ = [
     "RowShard",
     "StorageWeakRef",
     "TensorMeta",
+    "apart",
     "concatenate_meshes",
     "copy_each",
     "dtensor_of",
@@ -91,6 +92,13 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
         return {}
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory, with a storage of its own that ends where the dense ``tensor`` does."""
+    size, start = tensor.element_size(), tensor.storage_offset()
+    own = tensor.untyped_storage()[start * size : (start + tensor.numel()) * size]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 def references_to(storage: torch.UntypedStorage) -> int:

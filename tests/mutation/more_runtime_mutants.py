@@ -480,8 +480,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/ranks/lifeline.py",
         "a process that ended in order is taken for a killed one",
-        "neighbor.received.endswith(GOODBYE)",
-        "False",
+        "in_order=_address(store, rank) is None",
+        "in_order=False",
         ("ranks/test_lost_ranks.py -k save-1-exit",),
     ),
     # -- models that become parts of larger ones ----------------------------------------------------------------------
