@@ -103,9 +103,7 @@ def _warn_of_gathers(owners: Sequence[Owner]) -> None:
     if dist.get_rank() or all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
         return
     inside, frame, level = f"{Path(torch.__file__).parent}{os.sep}", sys._getframe(2), 3
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        inside
-    ):  # learning-rate schedulers wrap step()
+    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:  # schedulers wrap step()
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "Muon's step gathers every matrix on every rank, and each rank orthogonalizes all of them. After optimizer = "

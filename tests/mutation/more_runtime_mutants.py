@@ -43,7 +43,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/tracking.py",
         "the warning about Muon points at a scheduler",
-        "frame.f_back is not None and frame.f_code.co_filename.startswith(inside)",
+        "frame.f_code.co_filename.startswith(inside) and frame.f_back is not None",
         "False",
         ("integrations/test_fsdp2.py -k muon",),
     ),
