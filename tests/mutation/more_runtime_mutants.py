@@ -41,6 +41,20 @@ MORE_RUNTIME = (
         MUON,
     ),
     Mutant(
+        "runtime/optim/tracking.py",
+        "the warning about Muon points at a scheduler",
+        "frame.f_code.co_filename.startswith(inside) and frame.f_back is not None",
+        "False",
+        ("integrations/test_fsdp2.py -k muon",),
+    ),
+    Mutant(
+        "runtime/ranks/agreement.py",
+        "values of wrapped tensors are read from the tensor around them",
+        "    if inner := compat.inner_tensors(tensor):\n",
+        "    if False and (inner := compat.inner_tensors(tensor)):\n",
+        ("integrations/test_extensions.py -k of_two",),
+    ),
+    Mutant(
         "runtime/optim/muon.py",
         "with outer ranks matrices go to owners of other pieces",
         "        {k: piece % outer.size for k, piece in owner.items()},",
