@@ -159,4 +159,4 @@ def _product(func: Any, rows: Any, other: Any) -> Any:
         or not isinstance(other, (RowShardedTensor, ReplicatedTensor))
     ):
         return NotImplemented
-    return rows.with_local(func(rows._local_tensor, whole_of(other, func).values))
+    return rows.with_local(func(rows._local_tensor, whole_of(other, func, rows.topology).values))

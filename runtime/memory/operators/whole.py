@@ -38,7 +38,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     read = [t for t in spread if not any(t is w for w in writes)]
     in_place = _same_place(func)
     needed = {id(_base(t)) for t in (read if in_place else spread)}
-    wholes = {id(t): whole_of(t, func, id(t) in needed) for t in map(_base, tensors)}
+    over = next((_base(t).topology for t in spread), None)  # type: ignore[attr-defined]
+    wholes = {id(t): whole_of(t, func, over, id(t) in needed) for t in map(_base, tensors)}
 
     def local(tensor: Tensor) -> Tensor:
         values = wholes[id(_base(tensor))].values
