@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
+    return_and_correct_aliasing,
 )
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -32,6 +33,7 @@ __all__ = [
     "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
+    "return_and_correct_aliasing",
     "run_higher_order",
     "without_modes",
 ]

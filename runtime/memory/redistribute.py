@@ -89,7 +89,9 @@ def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: st
     """
     topology.announce(f"{what} of {split.name!r}", split.name)
     if topology.shard_groups or split.groups:
-        note_received(topology, what, split.name, split.shape, (math.prod(split.shape) - local.numel()) * local.itemsize)
+        note_received(
+            topology, what, split.name, split.shape, (math.prod(split.shape) - local.numel()) * local.itemsize
+        )
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
@@ -204,7 +206,9 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     sizes = [[len(move.sent(sender, me)) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
     received_bytes = (sum(incoming) - incoming[me]) * moves[0].local.itemsize
-    note_received(moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes)
+    note_received(
+        moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
+    )
     home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])

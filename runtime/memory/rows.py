@@ -124,7 +124,8 @@ class RowSplit:
 
     def elements(self, rank: int) -> range:
         """Return the elements of ``rank``, counted in the part that the bucket holds."""
-        rows, row_numel = self.rows(rank), math.prod(self.part_shape[self.row_dims :])
+        leading = min(self.row_dims, len(self.layout.slots[self.index].param_shape))  # a scalar is its own row
+        rows, row_numel = self.rows(rank), math.prod(self.part_shape[leading:])
         return range(rows.start * row_numel, rows.stop * row_numel)
 
     def placement(self, rank: int) -> compat.RowShard:
