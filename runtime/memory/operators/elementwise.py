@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..redistribute import RowMove, move_rows, same_ranks, take_broadcast_rows
 from ..tensor import RowShardedTensor
-from .arguments import about_to_write, rows_among, written_to
+from .arguments import about_to_write, refuse_own_values, rows_among, written_to
 from .gather import whole_of
 
 __all__ = ["compute", "is_elementwise", "is_foreach", "like_rows", "run"]
@@ -80,11 +80,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].with_local(func(args[0]._local_tensor, args[0]._local_tensor.shape, *args[2:], **kwargs))
     if func in _PAIRS and args[0].row_split.holds_whole_rows:
         split = args[0].row_split
-        split = (
-            split.as_pairs
-            if func is aten.view_as_real.default
-            else split.with_inner(split.part_shape[split.row_dims : -1])
-        )
+        split = split.as_pairs if func is aten.view_as_real.default else split.with_inner(split.row_shape[:-1])
         return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
     if (is_elementwise(func) and torch.Tag.nondeterministic_seeded not in func.tags) or (
         func in _MASKED and _is_masked(*args[:3])
@@ -139,6 +135,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if any(not (_lie_alike(w, r) and w.shape == r.shape) for w, r in pairs if id(w) in writes):
         return NotImplemented  # writes to moved rows would be lost
+    for value, reference in pairs:
+        refuse_own_values(func, value, reference)
     moved = _move_all(pairs)
     about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
     originals = {id(t._local_tensor): t for t in leaves}
@@ -231,8 +229,7 @@ def _lie_alike(mine: RowShardedTensor, its: RowShardedTensor) -> bool:
 
 
 def _move(value: RowShardedTensor, reference: RowShardedTensor) -> RowMove:
-    inner = value.row_split.part_shape[value.row_split.row_dims :]
-    target = reference.row_split.with_inner(inner)
+    target = reference.row_split.with_inner(value.row_split.row_shape)
     return RowMove(value._local_tensor, value.row_split, value.topology, target, reference.topology)
 
 
