@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
+    return_and_correct_aliasing,
 )
 from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -35,6 +36,7 @@ __all__ = [
     "no_torch_function",
     "outside_selective_checkpoint",
     "refuses_shared_memory",
+    "return_and_correct_aliasing",
     "run_higher_order",
     "without_modes",
 ]

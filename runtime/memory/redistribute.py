@@ -8,6 +8,8 @@ one after the other.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,11 +28,27 @@ __all__ = [
     "all_gather_rows",
     "as_real",
     "move_rows",
+    "note_received",
     "same_ranks",
     "take_broadcast_rows",
     "take_rows",
     "take_rows_of_part",
 ]
+
+
+_log = logging.getLogger("mfsdp_compile.operators")
+
+
+def note_received(topology: Topology, what: str, name: str, shape: Sequence[int], received: int) -> None:
+    """Count and log the bytes that this rank receives of a tensor at rest.
+
+    Args:
+        what: What needs them.
+        name: Name of the tensor, ``[*shape]``.
+    """
+    if received:
+        topology.gathered[what] += received
+    _log.debug("%s gathers %r %s: %d B received", what, name, tuple(shape), received)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -69,6 +87,10 @@ def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: st
         what: What it is for, for error messages on ranks that do something else.
     """
     topology.announce(f"{what} of {split.name!r}", split.name)
+    if topology.shard_groups or split.groups:
+        note_received(
+            topology, what, split.name, split.shape, (math.prod(split.shape) - local.numel()) * local.itemsize
+        )
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
@@ -144,6 +166,8 @@ class RowMove:
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
             part = _gather_part(self.local, self.source, self.over).to(self.local.device)
+            received = (part.numel() - self.local.numel()) * part.itemsize
+            note_received(self.over, "a gather of rows", self.source.name, self.source.shape, received)
         wanted = self.target.elements(self.target_over.shard)
         return self.finish(part.reshape(-1)[wanted.start : wanted.stop].clone())
 
@@ -180,6 +204,10 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
         outgoing.append(count)
     sizes = [[len(move.sent(sender, me)) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
+    received_bytes = (sum(incoming) - incoming[me]) * moves[0].local.itemsize
+    note_received(
+        moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
+    )
     home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])

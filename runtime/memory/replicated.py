@@ -72,8 +72,7 @@ class ReplicatedTensor(Dispatched):
     def _make(
         cls, local: Tensor, mesh: DeviceMesh, like: Tensor, averaging: Averaging | None, view_of: str | None = None
     ) -> Any:
-        meta = compat.TensorMeta(like.shape, like.stride(), like.dtype)
-        spec = compat.DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        spec = compat.DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=_meta_of(like))
         made: Any = DTensor.__new__(cls, local, spec, requires_grad=False)  # type: ignore[call-arg]
         made.averaging, made.view_of = averaging, view_of
         return made
@@ -133,6 +132,12 @@ class ReplicatedTensor(Dispatched):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> ReplicatedTensor:  # type: ignore[override]
         return ReplicatedTensor.wrap(inner["_local_tensor"], *context)
 
+    def reshaped_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplicatedTensor:
+        """Take the shape that the local tensor has got from an operator, such as ``squeeze_``."""
+        self._spec = compat.DTensorSpec(self.device_mesh, self.placements, tensor_meta=_meta_of(self._local_tensor))
+        changed: ReplicatedTensor = compat.return_and_correct_aliasing(func, args, kwargs, self)
+        return changed
+
     @property
     def averaged(self) -> ReplicatedTensor:
         """This tensor; if autograd needs it, behind a node that averages its gradient."""
@@ -158,6 +163,10 @@ class ReplicatedTensor(Dispatched):
             return super().__torch_function__(func, types, args, kwargs)
         with compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _meta_of(tensor: Tensor) -> compat.TensorMeta:
+    return compat.TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def replicate(result: Any, sources: Sequence[Tensor]) -> Any:

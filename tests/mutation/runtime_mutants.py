@@ -299,6 +299,20 @@ RUNTIME = (
         (f"{OPERATORS} values_are",),
     ),
     Mutant(
+        "runtime/memory/operators/elementwise.py",
+        "views that overlap what is written to are read in the middle of writing",
+        "local.clone() if id(reference) in writes and _overlaps(value, reference) else local",
+        "local",
+        (f"{OPERATORS} few_rows",),
+    ),
+    Mutant(
+        "runtime/memory/operators/reductions.py",
+        "sums of 16-bit numbers are added in 16 bits",
+        "torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype",
+        "dtype",
+        (f"{OPERATORS} 16_bit",),
+    ),
+    Mutant(
         "runtime/memory/operators/gather.py",
         "rows of torch's DTensors are taken for this rank's",
         "    start = sum(counts[: group.rank])",

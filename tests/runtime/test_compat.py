@@ -370,6 +370,21 @@ def test_compiled_code_in_a_dispatch_mode() -> None:
     assert seen[-1:] == ["aten.mul.Tensor"]
 
 
+def test_wrappers_follow_what_changes_shapes_in_place() -> None:
+    class Wrapper(Tensor):
+        inner: Tensor
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            func(args[0].inner, *args[1:])
+            return compat.return_and_correct_aliasing(func, args, kwargs or {}, args[0])
+
+    wrapper = Tensor._make_wrapper_subclass(Wrapper, (1, 3))
+    wrapper.inner = torch.ones(1, 3)
+    assert wrapper.squeeze_(0) is wrapper
+    assert wrapper.shape == wrapper.inner.shape == (3,)
+
+
 def test_parameter_placeholders() -> None:
     gm, _ = dynamo_graph(nn.Linear(3, 3), torch.randn(2, 3))
     first = next(iter(gm.graph.nodes))

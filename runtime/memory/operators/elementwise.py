@@ -147,7 +147,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reference is None:
             return value._local_tensor if isinstance(value, DTensor) else value
         key = id(value), id(reference)
-        return moved[key] if key in moved else _local_rows(value, reference)
+        local = moved[key] if key in moved else _local_rows(value, reference)
+        return local.clone() if id(reference) in writes and _overlaps(value, reference) else local
 
     def wrap(value: Any, reference: Any) -> Any:
         if not isinstance(value, Tensor) or reference is None:
@@ -160,6 +161,18 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(out, (list, tuple)):
         return type(out)(wrap(o, references[i % len(references)]) for i, o in enumerate(out))
     return wrap(out, references[0])
+
+
+def _overlaps(value: Tensor, written: RowShardedTensor) -> bool:
+    """Whether ``value`` is another view of the memory that is written to.
+
+    Torch refuses some of these, depending on the number of rows: other ranks would not notice.
+    """
+    return (
+        isinstance(value, RowShardedTensor)
+        and value.backing is written.backing
+        and not value._local_tensor.is_set_to(written._local_tensor)
+    )
 
 
 def is_list_of_tensors(value: Any) -> bool:
@@ -237,5 +250,5 @@ def _local_rows(value: Tensor, reference: RowShardedTensor) -> Tensor:
     if isinstance(value, RowShardedTensor):
         return value._local_tensor
     if isinstance(value, DTensor):
-        value = whole_of(value, f"an operand of {reference.row_split.name!r}").values
+        value = whole_of(value, f"an operand of {reference.row_split.name!r}", reference.topology).values
     return take_broadcast_rows(value, reference.row_split, reference.topology.shard)

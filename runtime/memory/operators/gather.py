@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -11,15 +10,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from ... import compat
 from ...plan.partition import whole_tensor
-from ...topology import Group
-from ..redistribute import all_gather_rows, take_rows
+from ...topology import Group, Topology
+from ..redistribute import all_gather_rows, note_received, take_rows
 from ..replicated import ReplicatedTensor, RowView
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write
 
 __all__ = ["Whole", "whole_of"]
-
-_log = logging.getLogger("mfsdp_compile.operators")
 
 
 class Whole(NamedTuple):
@@ -37,16 +34,21 @@ class Whole(NamedTuple):
             tensor._local_tensor.copy_(self.values[self.box])
 
 
-def whole_of(tensor: Tensor, what: Any, other_rows_count: bool = True) -> Whole:
+def whole_of(tensor: Tensor, what: Any, over: Topology | None = None, other_rows_count: bool = True) -> Whole:
     """Return the values of a tensor on every rank. A collective, unless every rank holds them.
 
     Args:
         what: What needs them, for messages.
+        over: Where the bytes of a DTensor of torch's are counted.
         other_rows_count: Whether rows of other ranks are needed; else the values in their places are zeros, and nothing
             is communicated.
     """
     if isinstance(tensor, RowShardedTensor):
-        values = _rows(tensor, what) if other_rows_count else _own_rows(tensor)
+        values = (
+            all_gather_rows(tensor._local_tensor, tensor.row_split, tensor.topology, str(what))
+            if other_rows_count
+            else _own_rows(tensor)
+        )
         if values.stride() != tensor.stride() and 0 not in tensor.stride():
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device).copy_(
                 values
@@ -57,17 +59,11 @@ def whole_of(tensor: Tensor, what: Any, other_rows_count: bool = True) -> Whole:
     if isinstance(tensor, ReplicatedTensor):
         return Whole(tensor._local_tensor)
     if isinstance(tensor, DTensor):
-        return _dtensor(tensor, what)
+        whole = _dtensor(tensor, what)
+        if over is not None and (missing := tensor.numel() - tensor._local_tensor.numel()):
+            note_received(over, str(what), "a DTensor", tensor.shape, missing * tensor.dtype.itemsize)
+        return whole
     return Whole(tensor)
-
-
-def _rows(tensor: RowShardedTensor, what: Any) -> Tensor:
-    topology = tensor.topology
-    if topology.shard_groups or tensor.row_split.groups:
-        received = (tensor.numel() - tensor._local_tensor.numel()) * tensor.dtype.itemsize
-        topology.gathered[str(what)] += received
-        _log.debug("%s gathers %r %s: %d B received", what, tensor.row_split.name, tuple(tensor.shape), received)
-    return all_gather_rows(tensor._local_tensor, tensor.row_split, topology, str(what))
 
 
 def _own_rows(tensor: RowShardedTensor) -> Tensor:

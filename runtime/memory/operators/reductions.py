@@ -60,6 +60,31 @@ class _Reduced:
         """Return what ranks' partial results, in any shape, are together."""
         return self.tensor.over_pieces(values, op).reshape(self.shape)
 
+    def sum(
+        self,
+        values: Tensor,
+        dtype: torch.dtype | None = None,
+        add: Callable[..., Tensor] = torch.sum,
+        count: int | None = None,
+    ) -> Tensor:
+        """Return the sum of what this rank and others have computed from their rows.
+
+        Args:
+            values: This rank's values, in the shape of :attr:`local`.
+            dtype: Dtype of the result, unless it is the one that torch chooses.
+            add: Sums the values of this rank.
+            count: What to divide the sum by.
+        """
+        partial = add(values, self.dims, dtype=_wide(dtype or values.dtype) if values.is_floating_point() else dtype)
+        total = self.total(partial, "sum")
+        total = total if count is None else total / count
+        return total.to(dtype or values.dtype) if values.is_floating_point() else total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that ranks' sums are added in: sums of many squares exceed float16 though their norm does not."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
 
 def _reduced(tensor: RowShardedTensor, named: dict[str, Any]) -> _Reduced | None:
     """Return what a reduction covers; None if it does not cover all rows, or only parts of them on this rank."""
@@ -92,13 +117,13 @@ def _whole_or_rows(
 
 @_whole_or_rows
 def _sum(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor:
-    local = torch.nansum if func._schema.name == "aten::nansum" else torch.sum
-    return over.total(local(over.local, over.dims, dtype=named["dtype"]), "sum")
+    add = torch.nansum if func._schema.name == "aten::nansum" else torch.sum
+    return over.sum(over.local, named["dtype"], add)
 
 
 @_whole_or_rows
 def _mean(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor:
-    return over.total(over.local.sum(over.dims, dtype=named["dtype"]), "sum") / max(over.count, 1)
+    return over.sum(over.local, named["dtype"], count=over.count)
 
 
 @_whole_or_rows
@@ -121,14 +146,26 @@ def _variance(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor | tupl
 
 
 @_whole_or_rows
-def _extreme(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor:
+def _extreme(func: Any, over: _Reduced, named: dict[str, Any]) -> Any:
+    if not over.count:
+        return NotImplemented  # torch says why there is none
     largest, local = "max" in func._schema.name, over.local
+    if local.dtype == torch.bool:
+        local = local.to(torch.uint8)
     if local.numel():
         value = local.amax(over.dims) if largest else local.amin(over.dims)
     else:
-        limits = torch.finfo if local.is_floating_point() else torch.iinfo
-        value = local.new_full(over.kept, limits(local.dtype).min if largest else limits(local.dtype).max)
-    return _extreme_of_all(value, "max" if largest else "min", over.tensor).reshape(over.shape)
+        value = local.new_full(over.kept, _lowest(local.dtype) if largest else _highest(local.dtype))
+    found = _extreme_of_all(value, "max" if largest else "min", over.tensor)
+    return found.reshape(over.shape).to(over.local.dtype)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float:
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
@@ -155,6 +192,8 @@ def _truth(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor:
 @_whole_or_rows
 def _vector_norm(func: Any, over: _Reduced, named: dict[str, Any]) -> Any:
     order = named["ord"] if "ord" in named else named["p"]
+    if not over.count and order == math.inf:
+        return NotImplemented  # torch says why there is none
     norms = _norms([over], 2 if order is None else order, named.get("dtype"))
     return norms if norms is NotImplemented else norms[0]
 
@@ -174,12 +213,11 @@ def _norms(parts: Sequence[_Reduced], order: Any, dtype: torch.dtype | None) -> 
         return [found[position] for position in range(len(parts))]
     locals_ = []
     for part in parts:
-        local = part.local
+        local, wide = part.local, _wide(dtype or part.local.dtype)
         if not local.numel():  # vector_norm raises for empty tensors and some orders; zeros contribute nothing to any
-            real = (dtype or local.dtype).to_real()
-            locals_.append(torch.zeros(part.kept, dtype=real, device=local.device).reshape(-1))
+            locals_.append(torch.zeros(part.kept, dtype=wide.to_real(), device=local.device).reshape(-1))
             continue
-        norm = torch.linalg.vector_norm(local, order, part.dims, dtype=dtype).reshape(-1)
+        norm = torch.linalg.vector_norm(local, order, part.dims, dtype=wide).reshape(-1)
         locals_.append(norm if order == math.inf else norm**order)
     first = parts[0].tensor
     if order == math.inf:
@@ -190,7 +228,7 @@ def _norms(parts: Sequence[_Reduced], order: Any, dtype: torch.dtype | None) -> 
             1.0 / order
         )
     return [
-        total.reshape(part.shape)
+        total.reshape(part.shape).to((dtype or part.local.dtype).to_real())
         for total, part in zip(totals.split([len(local) for local in locals_]), parts, strict=True)
     ]
 
@@ -214,7 +252,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     product = run(aten.mul.Tensor, args, {})
-    return product if product is NotImplemented else product.over_pieces(product._local_tensor.sum(), "sum")
+    return product if product is NotImplemented else _sum_of(product)
 
 
 def _distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,6 +264,13 @@ def _distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _NONE, _MEAN = 0, 1
 """Values of a loss's argument ``reduction``."""
+
+
+def _sum_of(tensor: RowShardedTensor, count: int | None = None) -> Tensor:
+    """Return the sum of all elements, divided by ``count``."""
+    over = _reduced(tensor, {})
+    assert over is not None
+    return over.sum(over.local, count=count)
 
 
 def _count(tensor: RowShardedTensor) -> int:
@@ -240,8 +285,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     each = run(func, (*args[:2], _NONE, *args[3:]), {k: v for k, v in kwargs.items() if k != "reduction"})
     if each is NotImplemented or reduction == _NONE:
         return each
-    total = each.over_pieces(each._local_tensor.sum(), "sum")
-    return total / _count(each) if reduction == _MEAN else total
+    return _sum_of(each, _count(each) if reduction == _MEAN else None)
 
 
 def _loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,7 +309,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mine = [
         like_rows(a, reference)._local_tensor
         if isinstance(a, RowShardedTensor)
-        else take_rows(whole_of(a, func).values, reference.row_split, reference.topology.shard)
+        else take_rows(whole_of(a, func, reference.topology).values, reference.row_split, reference.topology.shard)
         for a in args[:2]
     ]
     same = func(*mine, *args[2:], **kwargs)

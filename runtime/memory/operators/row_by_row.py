@@ -85,6 +85,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     if not isinstance(first, RowShardedTensor) or not first.row_split.holds_whole_rows or func._schema.is_mutable:
         return NotImplemented
+    if not first.row_split.row_dims:  # a scalar: ranks without it have nothing of its shape
+        return NotImplemented
     if func in _RESHAPES:
         return _reshaped(func, first, *args[1:])
     if func._schema.name not in _OVER_DIMS:
@@ -160,4 +162,4 @@ def _product(func: Any, rows: Any, other: Any) -> Any:
         or not isinstance(other, (RowShardedTensor, ReplicatedTensor))
     ):
         return NotImplemented
-    return rows.with_local(func(rows._local_tensor, whole_of(other, func).values))
+    return rows.with_local(func(rows._local_tensor, whole_of(other, func, rows.topology).values))

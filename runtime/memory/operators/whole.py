@@ -38,7 +38,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     read = [t for t in spread if not any(t is w for w in writes)]
     in_place = _same_place(func)
     needed = {id(_base(t)) for t in (read if in_place else spread)}
-    wholes = {id(t): whole_of(t, func, id(t) in needed) for t in map(_base, tensors)}
+    over = next((_base(t).topology for t in spread), None)  # type: ignore[attr-defined]
+    wholes = {id(t): whole_of(t, func, over, id(t) in needed) for t in map(_base, tensors)}
 
     def local(tensor: Tensor) -> Tensor:
         values = wholes[id(_base(tensor))].values
@@ -49,12 +50,17 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*swapped_args, **swapped_kwargs)
     for base in {id(_base(t)): _base(t) for t in writes}.values():
         wholes[id(base)].write_to(base)
-    if writes:
-        originals = {id(locals_[id(t)]): t for t in writes}
-        return _originals(result, originals)
-    if any(_makes_ordinary(t) for t in tensors):
-        return result
-    made = replicate(result, tensors)
+    if torch.Tag.inplace_view in func.tags:
+        return args[0].reshaped_in_place(func, args, kwargs)
+    originals = {id(locals_[id(t)]): t for t in writes}
+    is_ordinary = any(_makes_ordinary(t) for t in tensors)
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([wrap(each) for each in value])
+        return originals[id(value)] if id(value) in originals else value if is_ordinary else replicate(value, tensors)
+
+    made = wrap(result)
     if func.is_view and isinstance(args[0], ReplicatedTensor) and args[0].view_of:
         for each in leaves_of(made):
             each.view_of = args[0].view_of  # type: ignore[attr-defined]
@@ -72,7 +78,8 @@ def _same_place(func: Any) -> bool:
 
 def _makes_ordinary(tensor: Tensor) -> bool:
     """Whether the result of an operator with this tensor is an ordinary one; not for numbers, as in torch's DTensors."""
-    return not isinstance(tensor, DTensor) and (tensor.ndim > 0 or tensor.requires_grad)
+    has_values = tensor.is_floating_point() or tensor.is_complex()  # and is no index or mask
+    return not isinstance(tensor, DTensor) and has_values and (tensor.ndim > 0 or tensor.requires_grad)
 
 
 def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
@@ -80,7 +87,7 @@ def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
 
 
 def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-    if torch.Tag.inplace_view in func.tags and any(isinstance(t, Dispatched) for t in writes):
+    if torch.Tag.inplace_view in func.tags and any(isinstance(t, (RowShardedTensor, RowView)) for t in writes):
         refuse(func, args, kwargs, "would change its shape or memory in place")
     for tensor in writes:
         if isinstance(tensor, ReplicatedTensor) and not isinstance(tensor, RowView) and tensor.view_of:
@@ -136,9 +143,3 @@ def _by_torch(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> A
 
     args, kwargs = compat.tree_map_only(ReplicatedTensor, ordinary, (args, kwargs))
     return func(*args, **kwargs)
-
-
-def _originals(result: Any, originals: dict[int, Tensor]) -> Any:
-    if isinstance(result, (list, tuple)):
-        return type(result)([_originals(each, originals) for each in result])
-    return originals.get(id(result), result)
