@@ -66,7 +66,7 @@ def rebuild(
     for bucket in places:
         for index, split in enumerate(bucket.splits):
             if _where(bucket, index) == key:
-                split = split.with_inner(tuple(local.shape[1:])) if split.shape else split
+                split = split.with_local(local.shape, bucket.topology.shard)
                 rows = RowShardedTensor.wrap(local, split, bucket.topology, requires_grad and not is_param)
                 if not is_param:
                     return rows

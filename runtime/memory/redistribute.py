@@ -46,16 +46,15 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 def take_rows_of_part(part: Tensor, split: RowSplit, rank: int) -> Tensor:
     """Return the same of an ordinary tensor of the shape of the part that the bucket holds."""
     rows = split.rows(rank)
-    if not split.shape:
-        return part if rows else part.reshape(1)[:0]
+    if not split.row_dims:
+        return part if rows else part[None][:0]
     return part.flatten(0, split.row_dims - 1)[rows.start : rows.stop]
 
 
 def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     """Return what broadcasts with the rows that ``rank`` owns, from what broadcasts with the whole parameter."""
     value, shape, dims = split.part_of(value), split.part_shape, split.row_dims
-    inner = len(shape) - dims
-    if not shape or value.ndim <= inner:
+    if value.ndim <= len(split.row_shape):
         return value
     value = value[(None,) * (len(shape) - value.ndim)]
     if all(size == 1 for size in value.shape[:dims]):  # equal for all rows

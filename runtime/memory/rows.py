@@ -53,8 +53,16 @@ class RowSplit:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part that the bucket holds."""
-        shape = self.layout.slots[self.index].param_shape
-        return shape if self.inner is None else (*shape[: self.row_dims], *self.inner)
+        return (*self.leading, *self.row_shape)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row of the part that the bucket holds. A scalar is one row."""
+        return self._own_row_shape if self.inner is None else self.inner
+
+    @property
+    def _own_row_shape(self) -> tuple[int, ...]:
+        return self.layout.slots[self.index].param_shape[self.row_dims :]
 
     @property
     def holds_whole_rows(self) -> bool:
@@ -63,17 +71,18 @@ class RowSplit:
 
     def with_inner(self, inner: tuple[int, ...]) -> RowSplit:
         """Return the split of a tensor with the same rows, whose rows have the shape ``inner``."""
-        own = self.layout.slots[self.index].param_shape[self.row_dims :]
-        return (
-            self
-            if inner == (own if self.inner is None else self.inner)
-            else replace(self, inner=None if inner == own else inner)
-        )
+        if inner == self.row_shape:
+            return self
+        return replace(self, inner=None if inner == self._own_row_shape else inner)
+
+    def with_local(self, shape: Sequence[int], rank: int) -> RowSplit:
+        """Return the split of a tensor with the same rows, of which ``rank`` holds ``shape``; see :meth:`local_shape`."""
+        return self.with_inner(tuple(shape[len(self.local_shape(rank)) - len(self.row_shape) :]))
 
     @property
     def as_pairs(self) -> RowSplit:
         """The split of ``torch.view_as_real`` of a complex tensor."""
-        return self.with_inner((*self.part_shape[self.row_dims :], 2))
+        return self.with_inner((*self.row_shape, 2))
 
     def has_rows_of(self, other: RowSplit) -> bool:
         """Whether each rank holds the same rows, whatever their shape."""
@@ -83,7 +92,7 @@ class RowSplit:
     @property
     def leading(self) -> tuple[int, ...]:
         """Sizes of the dimensions whose indices are rows."""
-        return self.part_shape[: self.row_dims]
+        return self.layout.slots[self.index].param_shape[: self.row_dims]
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -115,8 +124,9 @@ class RowSplit:
 
     @property
     def row_dims(self) -> int:
-        """Number of leading dimensions whose indices, taken together, are rows."""
-        return self.layout.slots[self.index].row_dims
+        """Number of leading dimensions whose indices, taken together, are rows; 0 for a scalar."""
+        slot = self.layout.slots[self.index]
+        return min(slot.row_dims, len(slot.param_shape))
 
     def rows(self, rank: int) -> range:
         """Return the rows of ``rank``, counted in the part that the bucket holds."""
@@ -124,7 +134,7 @@ class RowSplit:
 
     def elements(self, rank: int) -> range:
         """Return the elements of ``rank``, counted in the part that the bucket holds."""
-        rows, row_numel = self.rows(rank), math.prod(self.part_shape[self.row_dims :])
+        rows, row_numel = self.rows(rank), math.prod(self.row_shape)
         return range(rows.start * row_numel, rows.stop * row_numel)
 
     def placement(self, rank: int) -> compat.RowShard:
@@ -139,20 +149,17 @@ class RowSplit:
         matrices, and the start of a matrix. None if there are no rows.
         """
         rows = self.rows(rank)
-        leading, inner = self.part_shape[: self.row_dims], self.part_shape[self.row_dims :]
         found, at = [], 0
-        for starts, sizes in _boxes_of_rows(rows.start, rows.stop, leading):
-            offsets = (*starts, *([0] * len(inner)))
+        for starts, sizes in _boxes_of_rows(rows.start, rows.stop, self.leading):
+            offsets = (*starts, *([0] * len(self.row_shape)))
             its = tuple(o + first for o, first in zip(offsets, self.offsets, strict=True))
-            found.append(RowBox(its, (*sizes, *inner), range(at, at := at + math.prod(sizes))))
+            found.append(RowBox(its, (*sizes, *self.row_shape), range(at, at := at + math.prod(sizes))))
         return found
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of what ``rank`` holds. A scalar's owner holds a scalar, other ranks an empty vector."""
         count = len(self.rows(rank))
-        if not self.layout.slots[self.index].param_shape:
-            return (*(() if count else (0,)), *self.part_shape)
-        return (count, *self.part_shape[self.row_dims :])
+        return (*(() if count and not self.row_dims else (count,)), *self.row_shape)
 
 
 class RowBox(NamedTuple):
@@ -171,7 +178,7 @@ class RowBox(NamedTuple):
 
     def of(self, local: Tensor) -> Tensor:
         """Return the box as a view of the rank's rows, ``[n, *row_shape]``."""
-        return local[self.rows.start : self.rows.stop].view(self.shape) if self.shape else local
+        return local if local.shape == self.shape else local[self.rows.start : self.rows.stop].view(self.shape)
 
 
 def _boxes_of_rows(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

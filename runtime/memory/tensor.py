@@ -50,7 +50,7 @@ class RowShardedTensor(Dispatched):
 
     If it has a partition, the mesh dimensions of the partition follow.
 
-    ``to_local()`` returns this rank's rows ``[n, *part_shape[row_dims:]]``; for parameters, a view of the bucket's flat
+    ``to_local()`` returns this rank's rows ``[n, *row_shape]``; for parameters, a view of the bucket's flat
     shard. ``row_dims`` is 1 but for stacks of matrices whose matrices are cut: their rows may be no box of the stack, so
     that the local tensor has fewer dimensions than the whole one.
     ``full_tensor()`` returns the whole tensor on every rank; all ranks must call it.
@@ -111,12 +111,12 @@ class RowShardedTensor(Dispatched):
         Args:
             is_view: Whether it is a view of these rows.
         """
-        split = self.row_split.with_inner(tuple(local.shape[1:])) if self.row_split.shape else self.row_split
+        split = self.row_split.with_local(local.shape, self.topology.shard)
         spec = None
         if not local.is_contiguous():
-            row = local.stride(0)
-            leading = (stride * row for stride in contiguous_strides(split.leading))
-            spec = self.spec_of(split, self.topology, local.dtype, (*leading, *local.stride()[1:]))
+            leading = (stride * local.stride(0) for stride in contiguous_strides(split.leading))
+            inner = local.stride()[local.ndim - len(split.row_shape) :]
+            spec = self.spec_of(split, self.topology, local.dtype, (*leading, *inner))
         with torch.inference_mode(self.is_inference()) if is_view else contextlib.nullcontext():
             wrapped = RowShardedTensor.wrap(
                 local, split, self.topology, backing=self.backing if is_view else (), spec=spec

@@ -80,11 +80,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].with_local(func(args[0]._local_tensor, args[0]._local_tensor.shape, *args[2:], **kwargs))
     if func in _PAIRS and args[0].row_split.holds_whole_rows:
         split = args[0].row_split
-        split = (
-            split.as_pairs
-            if func is aten.view_as_real.default
-            else split.with_inner(split.part_shape[split.row_dims : -1])
-        )
+        split = split.as_pairs if func is aten.view_as_real.default else split.with_inner(split.row_shape[:-1])
         return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
     if (is_elementwise(func) and torch.Tag.nondeterministic_seeded not in func.tags) or (
         func in _MASKED and _is_masked(*args[:3])
@@ -218,8 +214,7 @@ def _lie_alike(mine: RowShardedTensor, its: RowShardedTensor) -> bool:
 
 
 def _move(value: RowShardedTensor, reference: RowShardedTensor) -> RowMove:
-    inner = value.row_split.part_shape[value.row_split.row_dims :]
-    target = reference.row_split.with_inner(inner)
+    target = reference.row_split.with_inner(value.row_split.row_shape)
     return RowMove(value._local_tensor, value.row_split, value.topology, target, reference.topology)
 
 

@@ -69,7 +69,7 @@ def _reduced(tensor: RowShardedTensor, named: dict[str, Any]) -> _Reduced | None
         count = tensor.numel() * split.count
         return _Reduced(tensor, tensor._local_tensor.reshape(-1), [0], (1,), (1,) * tensor.ndim * ones, count)
     rows = range(split.row_dims)
-    if split.partition is not None or not set(rows) <= set(dims):
+    if split.partition is not None or not rows or not set(rows) <= set(dims):
         return None
     local, skipped = tensor._local_tensor, split.row_dims - 1
     reduced = sorted({max(dim - skipped, 0) for dim in dims})

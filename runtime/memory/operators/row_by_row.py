@@ -90,7 +90,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.name not in _OVER_DIMS:
         return NotImplemented
     named = by_name(func, args, kwargs)
-    skipped = first.row_split.row_dims - 1
+    skipped = first.ndim - first._local_tensor.ndim
     ndim = first.ndim + (func._schema.name in ("aten::unsqueeze", "aten::stack"))
     if "input_sizes" in named:  # of a view's backward
         ndim = len(named["input_sizes"])
@@ -115,7 +115,8 @@ def _local_sizes(sizes: Sequence[int], reference: RowShardedTensor) -> list[int]
     dims = reference.row_split.row_dims
     if tuple(sizes[:dims]) != reference.row_split.leading:
         return None
-    return [len(reference._local_tensor), *sizes[dims:]]
+    local, inner = reference._local_tensor.shape, reference.row_split.row_shape
+    return [*local[: len(local) - len(inner)], *sizes[dims:]]
 
 
 def _all_alike(values: Sequence[Any], reference: RowShardedTensor) -> bool:
@@ -146,7 +147,7 @@ def _reshaped(func: Any, tensor: RowShardedTensor, sizes: Sequence[int], **_: An
     shape = tuple(func(tensor.outline, sizes).shape)
     if func is aten.expand.default and len(shape) != tensor.ndim:
         return NotImplemented
-    if not tensor.shape or (local := _local_sizes(shape, tensor)) is None:
+    if (local := _local_sizes(shape, tensor)) is None:
         return NotImplemented
     return _wrapped(func, tensor, func(tensor._local_tensor, local))
 
