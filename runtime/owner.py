@@ -116,7 +116,7 @@ def refuse_dropped() -> NoReturn:
 
 
 class ModuleRef:
-    """A weak reference to a module. Its deep copy refers to the module's copy."""
+    """A weak reference to a module, equal to others to the same one. Its deep copy refers to the module's copy."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -124,6 +124,12 @@ class ModuleRef:
     def __call__(self) -> nn.Module | None:
         """Return the module; None if it no longer exists."""
         return self._module()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleRef) and self._module == other._module
+
+    def __hash__(self) -> int:
+        return hash(self._module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
         module = self()
