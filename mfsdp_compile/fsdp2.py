@@ -360,9 +360,13 @@ class FSDPModule:
         for unit in (state := _state(self)).units[-1:]:
             state.model.eager.control(unit).backward_prefetch = _units_of(modules)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let everything that the current stream runs from now on, gathers included, wait for ``event``."""
-        torch.accelerator.current_stream().wait_event(event)
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Let everything that the current stream runs from now on, gathers included, wait for ``event``.
+
+        None, which is what the CPU's stream records, is no event.
+        """
+        if event is not None:
+            event.wait()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Has no effect: backward gathers the parameters that it reads, and no others."""
@@ -451,8 +455,9 @@ class FSDPModule:
 
         The largest number that any module of the model has holds for all of them.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
-            raise ValueError(
+        is_whole = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_whole or max_input_buffers < 1:
+            raise (ValueError if is_whole else TypeError)(
                 f"set_reduce_scatter_max_input_buffers takes a whole number from 1 on, got {max_input_buffers!r}"
             )
         for each in _states(self, recurse):

@@ -144,10 +144,13 @@ class ShardedModel:
             registration,
             ignored,
         )
+        if self.registration is not None and self.registration.is_expected:  # ranks use the copy together
+            of_copy = weakref.WeakMethod(duplicate.manual_buffer_registration)
+            pool.before_use = lambda: registered() if (registered := of_copy()) is not None else None
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
         duplicate.compares_values, duplicate.awaits_values = self.compares_values, self.awaits_values
-        duplicate.lineage = Lineage(continues=self.lineage.continues)
+        duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
 

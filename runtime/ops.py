@@ -147,7 +147,8 @@ def _other_backend(shell: Tensor) -> RuntimeError:
     return RuntimeError(
         "A model that mfsdp-compile has sharded was compiled with another backend, which cannot gather parameters "
         f"(here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another compiler "
-        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'})."
+        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'}). A method with a torch.compile of its own can read parameters "
+        "while the model's forward runs; pass it those that are in float8 as arguments."
     )
 
 

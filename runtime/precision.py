@@ -130,9 +130,13 @@ class MixedPrecisionPolicy:
             return chosen or self.param_dtype or param.dtype
         return self.param_dtype or param.dtype
 
-    def main_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded."""
-        if self.main_params_dtype is None or not model_dtype.is_floating_point:
+    def main_dtype(self, model_dtype: torch.dtype, is_trained: bool = True) -> torch.dtype:
+        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded.
+
+        Frozen parameters in float8 keep their dtype: they are quantized.
+        """
+        is_quantized = not is_trained and model_dtype.itemsize < 2
+        if self.main_params_dtype is None or not model_dtype.is_floating_point or is_quantized:
             return model_dtype.to_real()
         return self.main_params_dtype
 

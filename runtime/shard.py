@@ -280,7 +280,9 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
                         made.originals.setdefault(site.module, {})[site.attribute] = original
                     site.module._parameters[site.attribute] = bucket.params[index]
                     made.homes.setdefault(site.module, {})[site.attribute] = Home.at(bucket, index)
-        made.units.append(EagerUnit(unit.name, tuple(map(ModuleRef, unit.modules)), unit.is_root, tuple(buckets), unit.is_module))
+        made.units.append(
+            EagerUnit(unit.name, tuple(map(ModuleRef, unit.modules)), unit.is_root, tuple(buckets), unit.is_module)
+        )
     return made
 
 

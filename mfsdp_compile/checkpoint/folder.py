@@ -87,7 +87,7 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs that have been named in a warning
+        self._told: set[str] = set()  # runs, and folders with a damaged manifest, that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -335,8 +335,12 @@ class Checkpoints:
         for left in self.root.glob(".saving-*"):
             if left.is_symlink() or not left.is_dir() or not _is_locked(left):
                 remove(left)
-        complete, _ = self._find()
+        complete, damaged = self._find()
         self._warn_of_others(complete, lineage)
+        for path, error in damaged:
+            if path.name not in self._told:
+                self._told.add(path.name)
+                warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=5)
         serial = complete[-1][0].serial + 1 if complete else 0
         names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
         # A name is taken by an earlier checkpoint, which stays, or by a save of another job that is in progress.
@@ -352,6 +356,14 @@ class Checkpoints:
             if run in self._told:
                 continue
             self._told.add(run)
+            if run in lineage.refused:
+                warnings.warn(
+                    f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: {lineage.refused[run]} "
+                    f"This run, {lineage.run}, goes on from an earlier one, and does not remove them. Remove what is "
+                    "damaged, or move it elsewhere.",
+                    stacklevel=4,
+                )
+                continue
             warnings.warn(
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
@@ -490,5 +502,6 @@ def _manifest(
         rng=True,
         run=sharded.lineage.run,
         continues=sharded.lineage.continues,
+        refused=sharded.lineage.refused,
         optimizer=optimizer_name(optimizer) if optimizer is not None else None,
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
+from mfsdp_compile.runtime.optim.state import parameter_names
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.wrapper import unwrapped
 
@@ -56,7 +61,7 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with full tensors in CPU memory, gathered one by one. Collective.
+    """Return ``optimizer.state_dict()`` with full tensors in CPU memory, gathered bucket by bucket. Collective.
 
     Args:
         optimizer: Extended by ``fully_shard_optimizer``.
@@ -76,14 +81,43 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
         for (name, key), copy in done:
             state[name][key] = copy
 
-    for name, held in sharded["state"].items():
-        for key, value in held.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if mine and isinstance(whole, Tensor):
-                put(copies.add((name, key), whole))
-            del whole
+    for place, whole in _wholes(optimizer, sharded["state"]):
+        if mine:
+            put(copies.add(place, whole))
+        del whole
     put(copies.rest())
     return {**sharded, "state": state} if mine else {}
+
+
+def _wholes(
+    optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]]
+) -> Iterator[tuple[tuple[Any, str], Tensor]]:
+    """Yield name of parameter and of state, and the full tensor, for each tensor of the state. A collective.
+
+    What is split like parameters is gathered by bucket, like them.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    homes: dict[Any, Home] = {
+        name: param.mfsdp_home for name, param in zip(parameter_names(optimizer), params, strict=True)
+    }
+    together: dict[tuple[Bucket, str, torch.dtype], dict[int, tuple[Any, RowShardedTensor]]] = {}
+    for name, held in state.items():
+        for key, value in held.items():
+            home = homes.get(name)
+            if (
+                isinstance(value, RowShardedTensor)
+                and home is not None
+                and value.row_split is home.bucket.splits[home.index]
+                and value.is_complex() == home.bucket.plan.is_complex
+            ):
+                together.setdefault((home.bucket, key, value.dtype), {})[home.index] = (name, value)
+            elif isinstance(value, Tensor):
+                yield (name, key), value.full_tensor() if isinstance(value, DTensor) else value
+    for (bucket, key, _), values in together.items():
+        parts = bucket.gather_shards({index: value.to_local() for index, (_, value) in values.items()}, f"all {key}")
+        for index, (name, _) in values.items():
+            yield (name, key), bucket.splits[index].assemble(parts[index])
+        del parts
 
 
 def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ before anything is loaded: a checkpoint that does not match, or is damaged, leav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
 from .extra_state import extra_from_tensor, set_generators
 from .manifest import Manifest, damaged_files, read_manifest
+from .megatron_states import PREFIX as MEGATRON_PREFIX
+from .megatron_states import MegatronStates
 
 __all__ = ["Restored", "as_checkpoint_error", "load"]
 
@@ -42,6 +45,9 @@ EXTRA_STATE = "_extra_state"
 
 _MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
 _NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
+
+MOST_TOLD = 400
+"""Characters of an error that are kept for later warnings."""
 
 PATIENCE = timedelta(hours=1)
 """Time for the slowest rank to check its share of the files."""
@@ -160,7 +166,14 @@ def load(
             ) from error
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
-    agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
+    try:
+        agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
+    except Exception as error:
+        with contextlib.suppress(CheckpointError):
+            if (refused := read_manifest(directory)) is not None and not sharded.lineage.has(refused.run):
+                told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
+                sharded.lineage.refused[refused.run] = f"{directory.name}: {told}"
+        raise
     found = plan[0]
     manifest = _manifest_of(directory, verify)
     extras = found.extras(rank)
@@ -177,7 +190,7 @@ def load(
     sharded.zero_gradients()  # they belong to other weights
     sharded.grad_sync.microbatches = 0
     if manifest is not None:
-        sharded.lineage.take_up((manifest.run, *manifest.continues))
+        sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)
     sharded.refresh()
     prefix = f"rng.{rank}."
     drawn = {key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)}
@@ -242,8 +255,12 @@ class _LoadPlan:
         ] = []  # two names of one parameter, stored key of the second, target
         self._module = model.module
         self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
+        self._steps: dict[str, Tensor] = {}  # parameter's name -> its steps, where the checkpoint counts them by group
+        self._megatron_name: dict[str, str] = {}  # parameter's name -> its name in the checkpoint
         self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
+        names = {_inner(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        self._megatron = MegatronStates.of(reader, names)
         self._plan_model()
         if optimizer is not None:
             self._plan_optimizer(optimizer)
@@ -289,7 +306,7 @@ class _LoadPlan:
                     self._not_in_place[name] = found
                 else:
                     self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
-            elif self._fits(f"model.{name}", found, value.shape, value.dtype):
+            elif self._fits(f"model.{name}", found := self._best(name, found, value.dtype), value.shape, value.dtype):
                 self.targets[found] = value
                 own = params.get(name, buffers.get(name))
                 if own is None or _address(own) != _address(value):  # created by a hook of the module
@@ -299,6 +316,13 @@ class _LoadPlan:
                     self.targets[found] = RowShardedTensor.wrap(local, value.row_split, value.topology)
                     self._twins.append((first, name, found, value))
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
+
+    def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
+        """Return the key to load a weight from: that of its main weight, if this has the dtype of the shard."""
+        main = self._megatron.main_weights.get(_inner(name)) if self._megatron is not None else None
+        if main is None or not self._reader.is_tensor(main):
+            return key
+        return main if self._reader.dtype(main) == dtype else key
 
     def _of_model(self, prefix: str) -> dict[str, str]:
         """Return the stored keys by their names in the module, assuming that ``prefix`` precedes them."""
@@ -347,7 +371,8 @@ class _LoadPlan:
             by_inner.update({_inner(site.name): sites[0].name for site in sites})
         self._name_in_optimizer = by_inner
         self._optimizer_prefix = max(
-            ("module.", ""), key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix))
+            (MEGATRON_PREFIX, "module.", ""),
+            key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix)),
         )
         reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
         whole = whole_step_of(optimizer)
@@ -359,6 +384,8 @@ class _LoadPlan:
             owner = by_inner.get(name)
             if owner is None:
                 self.compared.unexpected.append(f"optimizer.{name}.{state}")
+                continue
+            if self._megatron is not None and self._megatron.is_main_weight(key):
                 continue
             with_state.add(owner)
             param = params[owner]
@@ -380,6 +407,10 @@ class _LoadPlan:
                     dtype = param.dtype
                 local = torch.empty_like(param.to_local().detach(), dtype=dtype)
                 self.targets[key] = RowShardedTensor.wrap(local, param.row_split, param.topology)
+            if self._megatron is not None:
+                self._megatron_name[owner] = name
+                if (step := self._megatron.step_of(name)) is not None:
+                    self._steps[owner] = step
         if with_state or not any(key.startswith("optimizer.") for key in self._stored):
             self.compared.missing += [
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
@@ -410,7 +441,7 @@ class _LoadPlan:
         New parameters take the settings of their group.
         """
         stored: dict[int, dict[str, Any]] = {}
-        for key in self._stored:
+        for key in self._stored if self._megatron is None else ():
             if key.startswith("optimizer.param_groups."):
                 number, *setting = self._path(key)[2:]
                 if str(number).isdecimal():  # else torch's form by parameter: the program's settings apply
@@ -430,9 +461,28 @@ class _LoadPlan:
                     "parameter groups as when it was saved. Nothing was loaded."
                 )
             settings = stored[sources.pop()] if sources else {}
+            if self._megatron is not None:
+                settings = self._megatron_settings(i, group)
             own: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
             groups.append({**group, **settings, **own})
         return groups
+
+    def _megatron_settings(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of Megatron's groups that a group of the optimizer has too."""
+        assert self._megatron is not None
+        names = [self._megatron_name.get(str(name).removeprefix(PREFIX)) for name in group["params"]]
+        found = [
+            {key: value for key, value in self._megatron.settings_of(name).items() if key in group}
+            for name in names
+            if name is not None
+        ]
+        if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
+            raise CheckpointError(
+                f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
+                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was saved. "
+                "Nothing was loaded."
+            )
+        return found[0] if found else {}
 
     # -- model and optimizer ------------------------------------------------------------------------------------------
 
@@ -495,6 +545,8 @@ class _LoadPlan:
         state: dict[str, dict[str, Any]] = {}
         for key, (name, *path) in self._state_of.items():
             compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), values[key])
+        for name, step in self._steps.items():
+            state[f"module.{name}"].setdefault("step", step.clone())
         if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says
             state = {f"module.{name}": {} for name in self._name_in_optimizer.values()} | state
         self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})

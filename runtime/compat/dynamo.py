@@ -56,8 +56,10 @@ __all__ = [
     "on_values",
     "python_only",
     "quiet",
+    "read_not_traced",
     "requires_grad",
     "sets_state",
+    "traces_for_others",
     "tracing_fake_mode",
     "uncompiled",
     "where_not_traceable",
@@ -128,6 +130,39 @@ def python_only(function: Any) -> Any:
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
+
+
+def read_not_traced(getter: Callable[[Any], Any]) -> property:
+    """Return a property that Dynamo reads, again at each call of the compiled code, instead of tracing its getter.
+
+    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__`` is,
+    and it calls ``__missing__``.
+    """
+    return property(_Getter(getter).__getitem__)
+
+
+class _Getter(dict[Any, Any]):
+    def __init__(self, getter: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._getter = python_only(getter)
+
+    def __missing__(self, instance: Any) -> Any:
+        return self._getter(instance)
+
+
+python_only(_Getter.__missing__)
+
+
+@torch._dynamo.assume_constant_result
+def traces_for_others() -> bool:
+    """Whether Dynamo traces for another backend than this package's; a constant to the code that it traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    for attribute in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        while (inner := getattr(backend, attribute, None)) is not None:
+            backend = inner
+    return not str(getattr(backend, "__module__", "")).startswith("mfsdp_compile.")
 
 
 def without_compilation() -> contextlib.AbstractContextManager[Any]:

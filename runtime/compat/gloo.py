@@ -1,4 +1,4 @@
-"""What gloo needs: two overridden kernels on the CPU, and connections that are broken on purpose and made again."""
+"""What gloo needs: three overridden kernels on the CPU, and connections that are broken on purpose and made again."""
 
 from __future__ import annotations
 
@@ -132,8 +132,7 @@ def _as_gloo_tells(family: int, address: Any) -> bytes | None:
     return None
 
 
-_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CPU)
-_WAITS_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+_TORCHS_OWN = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
 _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
 
@@ -149,7 +148,29 @@ def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     in, the operation is called ``ALLGATHER``, which fits.
     """
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
-    return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
+    return _gather_into_on_cpu(shard, group_size, group_name, out=full)
+
+
+@torch.library.impl(_gloo, "all_gather_into_tensor_out", "CPU")
+def _gather_into_on_cpu(shard: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    """Override torch's kernel, to gather values of dtypes that gloo does not know, such as float8, as bytes."""
+    sent, into = (shard, out) if shard.dtype in _KNOWN else (shard.view(torch.uint8), out.view(torch.uint8))
+    all_gather_out.redispatch(_TORCHS_OWN, sent, group_size, group_name, out=into)
+    return out
+
+
+_KNOWN = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+}
+"""Dtypes that gloo gathers."""
 
 
 def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
@@ -161,7 +182,7 @@ def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
     @torch.library.impl(_gloo, "wait_tensor", "CPU")
     def wait(tensor: Tensor) -> Tensor:
         try:
-            return wait_tensor.redispatch(_WAITS_ON_CPU, tensor)
+            return wait_tensor.redispatch(_TORCHS_OWN, tensor)
         except RuntimeError as error:
             explain(error)
             raise

@@ -69,6 +69,7 @@ from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
 from ..memory.redistribute import as_real
+from ..memory.tensor import hooks_of_parameters
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
 from ..owner import ModuleRef, Owned, Owner, refuse_dropped
@@ -159,6 +160,8 @@ class _Gathered:
     content: int = 0  # version of ``full`` right after the gather
     attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
+    apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    """Parameters with storage of their own, and their versions, by index and whether they train."""
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
@@ -173,7 +176,7 @@ class _Gathered:
     def is_used(self) -> bool:
         """Whether anything else refers to the gathered bucket."""
         assert self.full is not None
-        ours = sum(param is not None for param in self.attached)
+        ours = sum(param is not None for param in self.attached) + len(self.apart)
         return compat.references_to(self.full.untyped_storage()) > self.references + ours
 
 
@@ -349,6 +352,7 @@ class EagerRuntime(Owned):
         self._controls = {unit: UnitControl() for unit in self.units}
         self._held: set[EagerUnit] = set()  # by unshard(), until their next forward
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
+        self._complete: set[Bucket] = set()  # whose gradients the running backward has computed
         self._ran: dict[EagerUnit | Bucket, weakref.WeakSet[Window]] = {}
         self._windows_of: dict[EagerUnit | Bucket, weakref.WeakKeyDictionary[Window, None]] = {}  # in order
         self._reductions: deque[_RunningReduction] = deque()
@@ -365,6 +369,15 @@ class EagerRuntime(Owned):
     def in_forward(self) -> bool:
         """Whether the code that reads a parameter belongs to the model's forward."""
         return self._depth > 0 or compat.in_call_of(self.modules) or compat.in_recomputation()
+
+    def is_in_use(self, bucket: Bucket) -> bool:
+        """Whether code that reads a parameter of the bucket from its module gets the gathered one.
+
+        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module. Hooks
+        of parameters get shards, so they read shards too.
+        """
+        in_backward = compat.in_backward() and not hooks_of_parameters.run
+        return self._depth > 0 or in_backward or self.holds(bucket) or compat.in_call_of(self.modules)
 
     @property
     def is_in_window(self) -> bool:
@@ -533,6 +546,7 @@ class EagerRuntime(Owned):
         self._begun.clear()
         self._ran.clear()
         self._order.clear()
+        self._complete.clear()
 
     def abandon(self) -> None:
         """Like :meth:`reset`, but without waiting: other ranks may not take part in the running collectives."""
@@ -595,11 +609,8 @@ class EagerRuntime(Owned):
 
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
-        if not self._hooked_at and self._depth:
-            self._hook()
         bucket, index = home.bucket, home.index
-        state = self._gather(bucket, Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed: both are used
-        self._last_read = state.unit
+        state = self._gather_to_read(bucket)
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             ordinary = bucket.wrappers[index] is None and bucket.extension is None
             return self._plain(bucket, state, index) if ordinary else self._wrapped(home, state)
@@ -608,6 +619,41 @@ class EagerRuntime(Owned):
             return self._attach_again(bucket, state, index)
         state.attached[index] = None
         return param
+
+    def _gather_to_read(self, bucket: Bucket) -> _Gathered:
+        if not self._hooked_at and self._depth:
+            self._hook()
+        if in_backward := compat.in_backward():
+            self.owner.grad_sync.enter_backward()  # its end releases what is gathered here
+        state = self._gather(bucket, Planes.BOTH if in_backward else Planes.ROWS)  # recomputed: both are used
+        self._last_read = state.unit
+        return state
+
+    def read_apart(self, home: Home) -> Tensor:
+        """Like :meth:`read`, for code that another compiler has made: the same tensor while the bucket stays gathered.
+
+        Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that share
+        storage.
+        """
+        bucket, index = home.bucket, home.index
+        state, trains = self._gather_to_read(bucket), bucket.trains[index]
+        if self._depth and not (state.unit.is_root or state.unit in self._idle or compat.in_backward()):
+            self._idle.append(state.unit)  # its forward may be a part of the compiled code
+        if (index, trains) not in state.apart:
+            param = self._apart(bucket, state, index, trains)
+            state.apart[index, trains] = param, param._version
+        return state.apart[index, trains][0]
+
+    @_unseen
+    @_as_parameters
+    def _apart(self, bucket: Bucket, state: _Gathered, index: int, trains: bool) -> Tensor:
+        param = compat.apart(self._presented(bucket, state, index))
+        if address := compat.storage_address(param):
+            self._by_storage[address] = bucket
+        if trains:
+            with torch.enable_grad():  # guards expect the same outside of a context that the code enters
+                (param,) = _Attach.apply([param], self._anchors_of(bucket)[index])
+        return self._given(bucket, index, param)
 
     @_unseen
     @_as_parameters
@@ -698,7 +744,10 @@ class EagerRuntime(Owned):
 
     def _retire_handed_out(self) -> None:
         for state in self._gathered.values():
-            state.attached = []  # of a unit that was read outside of forwards; the next forward gets others
+            state.attached, state.apart = (
+                [],
+                {},
+            )  # of a unit that was read outside of forwards; the next forward gets others
         for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
                 OutdatedParameter.replace(param, self, bucket, version)
@@ -894,14 +943,17 @@ class EagerRuntime(Owned):
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
         following = self._following(unit, in_backward)
+        if in_backward:
+            following = [each for each in following if not self._complete.issuperset(each.buckets)]
         for each in following:
             if self._may_prefetch(each):
                 self._start(each)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
-            # such event, so they are released when another unit is gathered.
+            # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
             for other, gathered in list(self._gathered.items()):
-                if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit not in following:
+                is_done = not other.plan.requires_grad or other in self._complete
+                if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self._release_checked(other)
         return state
 
@@ -958,11 +1010,12 @@ class EagerRuntime(Owned):
     def _release_checked(self, bucket: Bucket) -> None:
         state = self._gathered.get(bucket)
         self._release_bucket(bucket)
-        if state is not None and self._depth > 0:
-            if self._is_written(state):
-                self._refuse_writes(bucket)
-            if state.version == bucket.flat._version:
-                self._check_content(bucket, state)
+        if state is None:
+            return
+        if (self._depth > 0 or compat.in_backward()) and self._is_written(state):
+            self._refuse_writes(bucket)
+        if self._depth > 0 and state.version == bucket.flat._version:
+            self._check_content(bucket, state)
 
     def _release_bucket(self, bucket: Bucket) -> None:
         state = self._gathered.pop(bucket, None)
@@ -972,7 +1025,8 @@ class EagerRuntime(Owned):
             compat.wait_tensor(state.started)
         if state.full is None:
             return
-        for tensor in (state.full, *(state.made.leaves if state.made is not None else ())):
+        apart = [param for param, _ in state.apart.values()]
+        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
             if address := compat.storage_address(tensor):
                 self._by_storage.pop(address, None)
         if self._learns_hooks and not self._hooks_everywhere and state.is_used:
@@ -981,10 +1035,16 @@ class EagerRuntime(Owned):
             self._hooks_everywhere = True
 
     def _is_written(self, state: _Gathered) -> bool:
-        return state.full is not None and state.full._version != state.content
+        is_written = state.full is not None and state.full._version != state.content
+        return is_written or any(param._version != version for param, version in state.apart.values())
 
     def _refuse_writes(self, bucket: Bucket) -> None:
-        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        try:
+            refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        except RuntimeError as error:
+            if compat.in_backward():  # nothing else catches it
+                self.owner.failed(error)
+            raise
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
         """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
@@ -1040,7 +1100,11 @@ class EagerRuntime(Owned):
             # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
         version, size = self._gathered[bucket].version, tuple(tensor.shape)
-        place = tensor.stride(), tensor.storage_offset(), tensor.dtype
+        offset = tensor.storage_offset()
+        if leaf is None:  # the storage may be that of a parameter apart
+            start = compat.storage_address(self._gathered[bucket].full)
+            offset = (tensor.data_ptr() - start) // tensor.element_size()
+        place = tensor.stride(), offset, tensor.dtype
         return _SavedView(bucket, version, size, *place, -1 if leaf is None else leaf)
 
     def _plane_of(self, inside: Iterable[Tensor]) -> _SavedPlane | None:
@@ -1117,7 +1181,8 @@ class EagerRuntime(Owned):
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
             self._accumulate(bucket, packed, used)
-        self._release_bucket(bucket)
+        self._complete.add(bucket)
+        self._release_checked(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
             self._take_in()
@@ -1189,7 +1254,7 @@ class EagerRuntime(Owned):
         gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
         if (hook := self._controls[self._unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
-                hook(gradient)
+                hooks_of_parameters.call(hook, gradient)
         offload = bucket.plan.offload
         return gradient if offload is None else host.offload(gradient, offload.pins)
 
@@ -1199,6 +1264,7 @@ class EagerRuntime(Owned):
 
     def finish_backward(self) -> None:
         self.finish_reductions()
+        self._complete.clear()
         for unit in self.units:
             self._release(unit)
         self._portions.clear()
@@ -1227,16 +1293,16 @@ class EagerRuntime(Owned):
 
 
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
-    """Raise RuntimeError because forward has written to a parameter of ``unit``, one of ``names``."""
+    """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""
     raise RuntimeError(
-        f"Forward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
+        f"Forward or backward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
         "it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
-        "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
+        "hold what they write to in a buffer. An nn.Embedding with max_norm writes too."
     )
 
 
 class GatheredParameter(nn.Parameter):
-    """The value of ``module.weight`` inside a forward: an ordinary tensor, except that writes through ``.data`` raise.
+    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through ``.data`` raise.
 
     A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
     """

@@ -4,9 +4,12 @@
 ``apply``) finds those. ``module.weight`` is a property of a generated subclass of the module's class (a technique from
 SimpleFSDP). It returns one of three things:
 
-    while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
-    in eager mode, inside a forward     the gathered parameter
-    otherwise                           the shard
+    while Dynamo traces for backend="mfsdp"       the marker ``torch.ops.mfsdp.unshard(shell, layout)``
+    in eager mode, inside a forward or backward   the gathered parameter
+    otherwise, and in hooks of parameters         the shard
+
+If Dynamo traces for another backend inside a forward that runs eagerly, as for ``torch.cond`` or a method with a decorator
+``@torch.compile``, it finds the gathered parameter in a property of its own, and reads it at each call.
 
 There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
 signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
@@ -49,6 +52,7 @@ __all__ = [
 ]
 
 _unshard = torch.ops.mfsdp.unshard.default  # bound once: Dynamo would look it up, and guard it, at each parameter
+_traces_for_others = compat.traces_for_others
 _unshard_quantized = torch.ops.mfsdp.unshard_quantized.default
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
@@ -58,6 +62,7 @@ _WRAPPERS = "_mfsdp_wrappers"
 _LENT = "_mfsdp_lent"
 _CASTS = "_mfsdp_casts"
 _MADE_OF = "_mfsdp_made_of"
+_WHOLE = "_mfsdp_whole_"
 
 
 def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, casts: Casts) -> None:
@@ -169,6 +174,9 @@ def _sharded_class(
         name: _parameter_property(cls, name, partition, scaling, is_complex)
         for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
     }
+    namespace |= {
+        _WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)
+    }
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
     namespace |= {name: casts.around(_in_window(getattr(cls, name))) for name in methods}
     namespace[_CASTS] = casts
@@ -276,7 +284,6 @@ def _parameter_property(
     """
 
     is_layer = compat.transformer_engine.is_layer(cls)
-    reads_in_backward = compat.transformer_engine.is_operation(cls)
 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
@@ -287,6 +294,8 @@ def _parameter_property(
                     "that module's forward. Read it in the forward, which runs eagerly, or apply torch.compiler.disable to "
                     "the function that reads it."
                 )
+            if not scaling and _traces_for_others() and (part := getattr(self, _WHOLE + name)) is not None:
+                return part if partition is None else partition.of_part(part)
             if scaling:
                 parts = _unshard_quantized(self._mfsdp_shells[name], self._mfsdp_layout, scaling)  # type: ignore[index,operator]
                 part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]
@@ -299,8 +308,7 @@ def _parameter_property(
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
-        is_in_use = runtime.in_forward() or runtime.holds(home.bucket) or (reads_in_backward and compat.in_backward())
-        if not is_in_use or compat.called_by_guards():
+        if not runtime.is_in_use(home.bucket) or compat.called_by_guards():
             return param
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
@@ -313,6 +321,17 @@ def _parameter_property(
         return part if partition is None else partition.of_part(part)
 
     return property(get)
+
+
+def _whole(name: str) -> Callable[[nn.Module], Tensor | None]:
+    """Create the getter of a parameter as compiled code of other backends reads it; None where it reads shards."""
+
+    def get(self: nn.Module) -> Tensor | None:
+        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
+        return runtime.read_apart(home) if runtime.is_in_use(home.bucket) else None
+
+    return get
 
 
 @compat.python_only

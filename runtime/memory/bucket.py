@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -38,7 +38,8 @@ from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
 from .pickled import places
-from .redistribute import RowMove, move_rows, take_rows_of_part
+from .redistribute import RowMove, move_rows, take_rows, take_rows_of_part
+from .replicated import ReplicatedTensor
 from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
@@ -724,26 +725,51 @@ class Bucket(Owned):
         return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
-    def gather_shards(self) -> list[Tensor]:
+    def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:
         """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
 
         The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+
+        Args:
+            rows: What to gather instead, of one dtype, by number of the parameter: this rank's rows of tensors that are
+                split like parameters, such as an optimizer's state. The results of other parameters are undefined.
+            what: What is gathered, for messages.
         """
-        whole = self.fetched()
-        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
+        whole = self.fetched() if rows is None else self._joined(rows)
+        self.topology.announce(f"a gather of {what} of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
         return [self.whole_view(whole, index) for index in range(len(self.params))]
 
+    def _joined(self, rows: Mapping[int, Tensor]) -> Tensor:
+        """Return one tensor that holds tensors with this rank's rows at the places of their parameters."""
+        dtype = next(iter(rows.values())).dtype
+        joined = torch.empty(self.flat.numel(), dtype=dtype.to_real(), device=self.device)
+        views = self.views(joined)
+        for index, its in rows.items():
+            views[index].copy_(its)
+        return joined
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients attached to the parameters."""
+        """The gradients attached to the parameters.
+
+        What was computed from views and sums of parameters at rest leaves a gradient that every rank holds. It is replaced
+        by this rank's rows of it.
+        """
         attribute = self.plan.grad_attribute
-        return [getattr(param, attribute, None) for param in self.params]
+        found = [getattr(param, attribute, None) for param in self.params]
+        for index, gradient in enumerate(found):
+            if isinstance(gradient, ReplicatedTensor):
+                split = self.splits[index]
+                rows = take_rows(gradient.full_tensor().detach(), split, self.topology.shard).clone()
+                found[index] = RowShardedTensor.wrap(rows, split, self.topology)
+                setattr(self.params[index], attribute, found[index])
+        return found
 
     @property
     def has_gradients(self) -> bool:

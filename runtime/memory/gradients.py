@@ -38,7 +38,14 @@ from . import host
 from .bucket import Bucket
 from .operators import like_rows
 from .redistribute import take_rows
-from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, mark_provisional
+from .tensor import (
+    RowShardedTensor,
+    UnreducedGradient,
+    hooks_of_parameters,
+    is_provisional,
+    keep,
+    mark_provisional,
+)
 
 __all__ = [
     "Aside",
@@ -480,7 +487,7 @@ def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -
     views = bucket.local_views(gradient)
     for index in sorted(hooked):
         for hook in list(bucket.params[index].tensor_hooks.values()):
-            changed = hook(views[index].clone())
+            changed = hooks_of_parameters.call(hook, views[index].clone())
             if changed is not None:
                 views[index].copy_(changed)
     return gradient
@@ -495,7 +502,7 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
     for index in sorted(unused):
         for hook in list(bucket.params[index].tensor_hooks.values()):
             if compat.counts_tensors(hook):
-                hook(None)
+                hooks_of_parameters.call(hook, None)
 
 
 def _run_accumulate_hooks(param: RowShardedTensor) -> None:
@@ -503,7 +510,7 @@ def _run_accumulate_hooks(param: RowShardedTensor) -> None:
     if not param.has_accumulate_hooks:
         return
     for hook in list(param.accumulate_hooks.values()):
-        hook(param)
+        hooks_of_parameters.call(hook, param)
 
 
 def _describe(gradient: Tensor) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -37,6 +38,7 @@ __all__ = [
     "UnreducedGradient",
     "before_write",
     "home_of",
+    "hooks_of_parameters",
     "is_homeless",
     "is_provisional",
     "keep",
@@ -45,6 +47,21 @@ __all__ = [
     "refuse_unreduced",
 ]
 
+
+class _HooksOfParameters(threading.local):
+    """Whether this thread runs a hook of a parameter: it sees parameters as they are at rest, although in a backward."""
+
+    run = False
+
+    def call(self, hook: Callable[[Any], Any], argument: Any) -> Any:
+        before, self.run = self.run, True
+        try:
+            return hook(argument)
+        finally:
+            self.run = before
+
+
+hooks_of_parameters = _HooksOfParameters()
 
 _T = TypeVar("_T", bound="RowShardedTensor")
 

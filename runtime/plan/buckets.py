@@ -162,7 +162,7 @@ class BucketPlanner:
             layout=layout,
             model_dtype=dtypes.model,
             compute_dtype=dtypes.compute,
-            main_dtype=policy.main_dtype(dtypes.model),
+            main_dtype=policy.main_dtype(dtypes.model, requires_grad),
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),

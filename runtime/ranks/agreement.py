@@ -718,10 +718,12 @@ def value_digest(tensor: Tensor) -> str:
 
     No weight is 0, and no two rows have the same weight (up to 2**31 rows, 16 TiB). A product stays below 2**63.
     Therefore any single changed word, and any exchange of two rows or words, changes a sum. Other changes do so except
-    for coincidences modulo 2**64.
+    for coincidences modulo 2**64. The digest of a tensor that wraps others is one of their digests.
     """
     if tensor.is_meta:
         return "meta"
+    if inner := compat.inner_tensors(tensor):
+        return _digest([f"{name} {value_digest(each)}" for name, each in inner.items()])[:16]
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     height = data.numel() // 8192
     if data.storage_offset() % 4:

@@ -42,8 +42,7 @@ import torch.distributed as dist
 from .. import compat
 from .collective_order import Order, orders, standstill
 from .journal import journal, on_uncaught_exceptions, program_line
-from .lifeline import Lifeline
-from .presence import Presence, ask
+from .lifeline import Lifeline, ask
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
@@ -144,10 +143,8 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
-        self._lifeline: Lifeline | None = None
-        self._lifeline_of: dist.Store | None = None
+        self._lifeline = Lifeline()
         self._ends = threading.Event()
-        self._presence = Presence()
         self._guarded: list[Guarded] = []
 
     # -- the program's threads ----------------------------------------------------------------------------------------
@@ -157,11 +154,11 @@ class Watchdog:
         with self._lock:
             self._models = [known for known in self._models if known() is not None]
             self._models.append(weakref.ref(model))
-            self._presence.tell(compat.default_store())
         self._start()
 
     def _start(self) -> None:
         with self._lock:
+            self._lifeline.join(compat.default_store())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
@@ -177,19 +174,24 @@ class Watchdog:
         self._ends.set()
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
-        if self._lifeline is not None:
-            self._lifeline.end()
         if dist.is_initialized():
             uncaught = getattr(sys, "last_value", None)
             how = f" with {type(uncaught).__name__}: {uncaught}"[:1000] if uncaught is not None else ""
             with contextlib.suppress(RuntimeError):  # the store's process has already ended
                 for order in self._live():
                     self._tell_end(compat.default_store(), order, f"had ended its program{how}")
+        self._lifeline.leave()
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
+
+    def revive(self, group: str) -> None:
+        """Watch models of a process group that was closed, and is connected again. Called on all its ranks."""
+        self._explained.discard(group)
+        if (order := orders().get(group)) is not None:
+            order.revive()
 
     @contextlib.contextmanager
     def asking(
@@ -395,15 +397,6 @@ class Watchdog:
 
     def _look_for_lost(self, asked: Sequence[Asking]) -> None:
         """Answer agreements in place of ranks whose processes have ended."""
-        default, size = compat.default_store(), dist.get_world_size()
-        if self._lifeline_of is not default:
-            if self._lifeline is not None:
-                self._lifeline.end()
-            host = compat.address_towards(default) if size > 1 else None
-            self._lifeline_of = default
-            self._lifeline = None if host is None else Lifeline(self._connection(), host, dist.get_rank(), size)
-        if self._lifeline is None:
-            return
         store = self._connection()
         self._lifeline.look(store)
         for each in asked:

@@ -1209,8 +1209,8 @@ def test_settings_that_are_refused() -> None:
     model = shard(fsdp2, built())
     with pytest.raises(NotImplementedError, match="the hook runs on the current stream"):
         model.set_all_reduce_hook(lambda gradient: None, stream=object())
-    for number in (0, 2.5, True):
-        with pytest.raises(ValueError, match="takes a whole number from 1 on"):
+    for number, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="takes a whole number from 1 on"):
             model.set_reduce_scatter_max_input_buffers(number)
     with pytest.raises(ValueError, match=r"reset_iter_state was called on module 'layers\.0'"):
         model.layers[0].reset_iter_state()

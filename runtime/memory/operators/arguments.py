@@ -9,9 +9,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
-from ..tensor import RowShardedTensor, before_write, keep
+from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
 
-__all__ = ["about_to_write", "by_name", "dims_of", "leaves_of", "refuse", "rows_among", "written_to"]
+__all__ = [
+    "about_to_write",
+    "by_name",
+    "dims_of",
+    "leaves_of",
+    "refuse",
+    "refuse_own_values",
+    "rows_among",
+    "written_to",
+]
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +84,23 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
         f"{what}. Between steps a parameter is this rank's shard. Ordinary tensors can be combined with it element by "
         "element. Anything else is computed with distribute_tensor(tensor, parameter.device_mesh, [Replicate()]), or "
         "with parameter.full_tensor() (collectives: call them on all ranks). Inside the forward of the module that "
-        "owns it, module.parameter is the whole tensor; code under torch.compiler.disable sees it there too if it "
+        "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it there too if it "
         "runs in a module's forward."
     )
+
+
+def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
+    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own.
+
+    Operators of derivatives are not concerned: the gradient of a sum over all rows is the same on every rank.
+    """
+    is_scalar = not any(value.stride()) or value.numel() == 1
+    if isinstance(value, DTensor) or is_scalar or not compat.in_backward() or hooks_of_parameters.run:
+        return
+    if compat.is_called_by_backward():
+        raise RuntimeError(
+            f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary tensor "
+            f"of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different ranks. "
+            "Read module.parameter instead, which is the whole tensor in backward. What is the same on every rank, such as "
+            "a mask, can be applied in a hook of the parameter (parameter.register_hook), or between steps."
+        )

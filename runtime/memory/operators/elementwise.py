@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..redistribute import RowMove, move_rows, same_ranks, take_broadcast_rows
 from ..tensor import RowShardedTensor
-from .arguments import about_to_write, rows_among, written_to
+from .arguments import about_to_write, refuse_own_values, rows_among, written_to
 from .gather import whole_of
 
 __all__ = ["compute", "is_elementwise", "is_foreach", "like_rows", "run"]
@@ -135,6 +135,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if any(not (_lie_alike(w, r) and w.shape == r.shape) for w, r in pairs if id(w) in writes):
         return NotImplemented  # writes to moved rows would be lost
+    for value, reference in pairs:
+        refuse_own_values(func, value, reference)
     moved = _move_all(pairs)
     about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
     originals = {id(t._local_tensor): t for t in leaves}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..redistribute import take_rows
 from ..replicated import replicate
 from ..tensor import RowShardedTensor
-from .arguments import about_to_write, by_name, dims_of, leaves_of, written_to
+from .arguments import about_to_write, by_name, dims_of, leaves_of, refuse_own_values, written_to
 from .elementwise import like_rows, run
 from .gather import whole_of
 
@@ -260,6 +260,8 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         isinstance(a, RowShardedTensor) and a.row_split.partition != reference.row_split.partition for a in args[:2]
     ):
         return NotImplemented
+    for a in args[:2]:
+        refuse_own_values(func, a, reference)
     mine = [
         like_rows(a, reference)._local_tensor
         if isinstance(a, RowShardedTensor)
