@@ -400,7 +400,7 @@ class ShardedModel:
 
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
-        for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
+        for module in {module for bucket in buckets for _, module, _ in bucket.holders()}:
             label_module(module, self._schedules_replaced)
 
     def make_portions(self, size: int) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from . import compat, quantize
 from .casts import Casts
+from .owner import ModuleRef
 
 __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument", "Scaling"]
 
@@ -221,11 +222,11 @@ class Policies:
 
     Args:
         default: Policy of everything that has none of its own.
-        own: Policies of modules, and of modules of classes, which are given as in ``fsdp_unit_modules``.
+        own: Policies of modules, which are not kept alive, and of modules of classes, given as in ``fsdp_unit_modules``.
     """
 
     default: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    own: tuple[tuple[PolicyKey, MixedPrecisionPolicy], ...] = ()
+    own: tuple[tuple[ModuleRef | type[nn.Module] | str, MixedPrecisionPolicy], ...] = ()
 
     @classmethod
     def of(cls, value: object, argument: str) -> Policies:
@@ -245,7 +246,8 @@ class Policies:
                 )
         policies = {key: MixedPrecisionPolicy.of(policy, f"{argument}[{_key(key)}]") for key, policy in value.items()}
         default = policies.pop(None, MixedPrecisionPolicy())
-        return cls(default, tuple(policies.items()))
+        its = ((ModuleRef(key) if isinstance(key, nn.Module) else key, policy) for key, policy in policies.items())
+        return cls(default, tuple(its))
 
     def __iter__(self) -> Iterator[MixedPrecisionPolicy]:
         """Iterate over the default and the policies of classes. Buckets refer to them by position."""
@@ -271,7 +273,9 @@ class Policies:
         return "; ".join([*named, f"everything else: {self.default}"])
 
 
-def _key(key: PolicyKey | None) -> str:
+def _key(key: ModuleRef | PolicyKey | None) -> str:
+    if isinstance(key, ModuleRef):
+        key = key()
     if isinstance(key, nn.Module):
         return f"one {type(key).__name__}"
     return key.__qualname__ if isinstance(key, type) else repr(key)

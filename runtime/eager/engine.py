@@ -55,7 +55,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,9 @@ from ..memory.redistribute import as_real
 from ..memory.tensor import hooks_of_parameters
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
+from ..owner import ModuleRef, Owned, Owner, refuse_dropped
 from ..ranks.conduct import Announcement
 from ..topology import Group
-
-if TYPE_CHECKING:
-    from ..owner import Owner
 
 __all__ = [
     "EagerPolicy",
@@ -117,7 +115,7 @@ class EagerUnit:
     """
 
     name: str
-    modules: tuple[nn.Module, ...]
+    modules: tuple[ModuleRef, ...]
     is_root: bool
     buckets: tuple[Bucket, ...]
     is_module: bool = False
@@ -198,6 +196,7 @@ class Window:
     """What the forward of one module means to the eager path.
 
     Args:
+        owner: The model, which its modules keep alive by their windows.
         runtime: Eager runtime of the model.
         module: The module.
         unit: Unit whose window the module is, if any.
@@ -205,8 +204,9 @@ class Window:
         is_root: Whether the module is the model itself.
     """
 
+    owner: Owner
     runtime: EagerRuntime
-    module: nn.Module
+    module: ModuleRef
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
     is_root: bool
@@ -219,7 +219,7 @@ class Window:
             return found
         duplicate = memo[id(self)] = object.__new__(Window)
         of = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self) if f.name != "runtime"}
-        Window.__init__(duplicate, runtime, **of)
+        Window.__init__(duplicate, runtime=runtime, **of)
         return duplicate
 
     def describe(self) -> str:
@@ -316,7 +316,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class EagerRuntime:
+class EagerRuntime(Owned):
     """Gathers and releases buckets of one model as its modules run.
 
     Args:
@@ -325,19 +325,16 @@ class EagerRuntime:
         policy: Limits on prefetches and reductions.
     """
 
-    owner: Owner
-    """The sharded model, which sets this attribute."""
-
     def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: EagerPolicy) -> None:
         self.units = tuple(units)
-        self.modules = frozenset(modules)
+        self.modules = weakref.WeakSet(modules)
         self.policy = policy
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._lent = frozenset(
             bucket
             for bucket in self._numbers
-            if any(compat.transformer_engine.is_layer(type(site.module)) for sites in bucket.sites for site in sites)
+            if any(compat.transformer_engine.is_layer(type(module)) for _, module, _ in bucket.holders())
         )
         self._depth = 0
         self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
@@ -356,8 +353,8 @@ class EagerRuntime:
         self._held: set[EagerUnit] = set()  # by unshard(), until their next forward
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._complete: set[Bucket] = set()  # whose gradients the running backward has computed
-        self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
-        self._windows_of: dict[EagerUnit | Bucket, list[Window]] = {}
+        self._ran: dict[EagerUnit | Bucket, weakref.WeakSet[Window]] = {}
+        self._windows_of: dict[EagerUnit | Bucket, weakref.WeakKeyDictionary[Window, None]] = {}  # in order
         self._reductions: deque[_RunningReduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
@@ -388,7 +385,7 @@ class EagerRuntime:
 
     def add_window(self, window: Window) -> None:
         for part in window.parts:
-            self._windows_of.setdefault(part, []).append(window)
+            self._windows_of.setdefault(part, weakref.WeakKeyDictionary())[window] = None
 
     @compat.python_only
     def enter(self, window: Window) -> None:
@@ -421,7 +418,7 @@ class EagerRuntime:
             self._unhook()
         if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
             for part in window.parts:
-                ran = self._ran.setdefault(part, set())
+                ran = self._ran.setdefault(part, weakref.WeakSet())
                 ran.add(window)
                 if len(ran) == len(self._windows_of[part]):
                     self._idle.append(part if isinstance(part, EagerUnit) else self._unit_of[part])
@@ -472,7 +469,12 @@ class EagerRuntime:
         """
         if self._hooked_at:
             return
-        if compat.hook_saved_tensors(self._pack, self._unpack):
+        owner = self.owner  # as long as a graph may need parameters
+
+        def unpack(packed: _Saved) -> Tensor:
+            return owner.eager._unpack(packed)
+
+        if compat.hook_saved_tensors(self._pack, unpack):
             self._hooked_at = self._depth
         else:
             self._learns_hooks = False
@@ -783,11 +785,11 @@ class EagerRuntime:
 
     def _window_of(self, home: Home) -> Window:
         """Return the window whose end releases a parameter."""
-        unit, module = self._unit_of[home.bucket], home.bucket.sites[home.index][0].module
+        unit, module = self._unit_of[home.bucket], home.bucket.sites[home.index][0].holder()
         if unit.is_root:
-            return next(window for window in self._windows_of[home.bucket] if window.module is module)
+            return next(window for window in self._windows_of[home.bucket] if window.module() is module)
         first, *others = self._windows_of[unit]
-        of_module = (window for window in others if any(module is inside for inside in window.module.modules()))
+        of_module = (window for window in others if _is_inside(module, window.module()))
         return next(of_module, first)
 
     def _leave_served(self, window: Window, kind: Any, error: BaseException | None, _: Any) -> None:
@@ -1435,7 +1437,7 @@ class _Reduce(torch.autograd.Function):
             *asked.nothing,
         )  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
-            return nothing
+            refuse_dropped()
         *whole_gradients, packed = given
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         if packed is not None:
@@ -1467,6 +1469,10 @@ class _Reduce(torch.autograd.Function):
             return None, None, None, None, *runtime.reduce_now(bucket, packed, used, asked)
         runtime.reduce(bucket, packed, used)
         return nothing
+
+
+def _is_inside(module: nn.Module | None, outer: nn.Module | None) -> bool:
+    return outer is not None and any(module is each for each in outer.modules())
 
 
 def _anchor_of_bucket(bucket: Bucket) -> Tensor:

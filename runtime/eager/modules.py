@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +61,7 @@ _WINDOW = "_mfsdp_window"
 _WRAPPERS = "_mfsdp_wrappers"
 _LENT = "_mfsdp_lent"
 _CASTS = "_mfsdp_casts"
+_MADE_OF = "_mfsdp_made_of"
 _WHOLE = "_mfsdp_whole_"
 
 
@@ -114,7 +114,7 @@ def release_module(module: nn.Module) -> None:
 
 def owner_of(module: nn.Module) -> Any:
     """Return the sharded model that a module belongs to; None for a module that is not sharded."""
-    return vars(module)[_WINDOW].runtime.owner if is_sharded(module) else None
+    return vars(module)[_WINDOW].owner if is_sharded(module) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -167,7 +167,9 @@ def _sharded_class(
     scalings: tuple[str, ...],
     are_complex: tuple[bool, ...],
     casts: Casts,
+    methods: tuple[str, ...] = (),
 ) -> type[nn.Module]:
+    """Make the class of sharded modules of a class, of which some ``methods`` other than ``forward`` open a window too."""
     namespace: dict[str, Any] = {
         name: _parameter_property(cls, name, partition, scaling, is_complex)
         for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
@@ -176,7 +178,9 @@ def _sharded_class(
         _WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)
     }
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
+    namespace |= {name: casts.around(_in_window(getattr(cls, name))) for name in methods}
     namespace[_CASTS] = casts
+    namespace[_MADE_OF] = (cls, attributes, partitions, scalings, are_complex, casts), methods
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -254,13 +258,17 @@ def register_forward(module: nn.Module, name: str) -> None:
         AttributeError: There is no such method.
         ValueError: ``module`` has no window: it owns no parameters, and is neither a unit nor the model.
     """
-    method = getattr(type(module), name)
+    kind: Any = type(module)
+    getattr(kind, name)
     if not is_sharded(module):
         raise ValueError(
             f"A {type(module).__name__} owns no sharded parameters and is not a unit, so {name!r} has nothing to "
             "gather. Register the method on the module that owns the parameters it reads, or on the model."
         )
-    vars(module)[name] = types.MethodType(getattr(module, _CASTS).around(_in_window(method)), module)
+    of, methods = getattr(kind, _MADE_OF)
+    vars(module).pop(name, None)
+    # In its class: a bound method that is set on a module keeps it alive.
+    module.__class__ = _sharded_class(*of, tuple(dict.fromkeys((*methods, name))))
 
 
 def _parameter_property(

@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .. import compat, forms, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
+from ..owner import ModuleRef, Owned, refuse_dropped
 from ..plan.partition import Partition, local_part
 from ..topology import Accumulation, Topology
 from . import host
@@ -49,19 +50,28 @@ from .tensor import (
     noted_value,
 )
 
-if TYPE_CHECKING:
-    from ..owner import Owner
-
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several."""
+    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several.
 
-    module: nn.Module
+    Args:
+        holder: The module, which the site does not keep alive.
+        module_name: Name of the module.
+        attribute: Name of the parameter there.
+    """
+
+    holder: ModuleRef
     module_name: str
     attribute: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, while a model is planned."""
+        module = self.holder()
+        return refuse_dropped() if module is None else module
 
     @property
     def name(self) -> str:
@@ -222,10 +232,27 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """The bucket of a shell or sharded parameter, and its index there."""
+    """The bucket of a shell or sharded parameter, which does not keep it alive, and its index there."""
 
-    bucket: Bucket
+    reference: weakref.ref[Bucket]
     index: int
+
+    @classmethod
+    def at(cls, bucket: Bucket, index: int) -> Home:
+        return cls(weakref.ref(bucket), index)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket.
+
+        Raises:
+            RuntimeError: Its model no longer exists.
+        """
+        bucket = self.reference()
+        return refuse_dropped() if bucket is None else bucket
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Home:
+        return Home.at(deepcopy(self.bucket, memo), self.index)
 
 
 class FlatRange(NamedTuple):
@@ -241,7 +268,7 @@ class FlatRange(NamedTuple):
         return cls(start, start + numel, shape, contiguous_strides(shape))
 
 
-class Bucket:
+class Bucket(Owned):
     """The memory of one bucket on this rank.
 
     Args:
@@ -253,9 +280,6 @@ class Bucket:
         device: Device that the bucket is used on. The shard is on the host if the plan says so.
         partitions: For each parameter, how it is divided over ranks other than those of the topology.
     """
-
-    owner: Owner
-    """The sharded model, which sets this attribute."""
 
     def __init__(
         self,
@@ -342,7 +366,7 @@ class Bucket:
             own |= compat.transformer_engine.own_attributes(original)
             own |= self.extension.own_attributes if self.extension is not None and is_extended(original) else set()
             kept = {k: v for k, v in vars(original).items() if k not in own}
-            home = Home(self, index)
+            home = Home.at(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
         self.provisional: set[int] = set()
@@ -808,11 +832,19 @@ class Bucket:
         """Inspect a gradient before it is reduced."""
         self.owner.grad_sync.inspect(self, gradient)
 
+    def holders(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Yield index, module and attribute for each place where a module, of those that exist, holds a parameter."""
+        for index, sites in enumerate(self.sites):
+            for site in sites:
+                if (module := site.holder()) is not None:
+                    yield index, module, site.attribute
+
     def check_unchanged(self) -> None:
         """Raise if a parameter was replaced since the model was sharded."""
         for param, sites in zip(self.params, self.sites, strict=True):
             for site in sites:
-                if site.module._parameters.get(site.attribute) is not param:
+                module = site.holder()
+                if module is not None and module._parameters.get(site.attribute) is not param:
                     raise RuntimeError(
                         f"Parameter {site.name!r} was replaced after fully_shard_model; the new one is not sharded and "
                         "would not be trained. Copy values into the old one instead (parameter.copy_(values) under "
@@ -835,7 +867,7 @@ class Bucket:
                 its_param.grad = mine_param.grad.clone()
         copy.owner = deepcopy(self.owner, memo)
         copy.sites = tuple(
-            tuple(replace(site, module=deepcopy(site.module, memo)) for site in sites) for sites in self.sites
+            tuple(replace(site, holder=deepcopy(site.holder, memo)) for site in sites) for sites in self.sites
         )
         return copy
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..owner import refuse_dropped
 from . import host
 from .bucket import Bucket
 from .operators import like_rows
@@ -137,8 +138,10 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
     """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
     bucket, asked = backward.bucket(), backward.asked or Asked.of(backward.leaves)
     backward.asked = None
-    if bucket is None or gradient is None or not (asked.added or asked.returned):
+    if gradient is None or not (asked.added or asked.returned):
         return asked.nothing
+    if bucket is None:
+        refuse_dropped()
     if torch.is_grad_enabled():
         refuse_double_backward()
     used = backward.used

@@ -14,7 +14,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,15 @@ from .dispatched import Dispatched
 from .redistribute import all_gather_rows, as_real
 from .rows import Backing, RowBox, RowSplit, contiguous_strides
 
+if TYPE_CHECKING:
+    from .bucket import Home
+
 __all__ = [
     "NOTED_VALUE",
     "RowShardedTensor",
     "UnreducedGradient",
     "before_write",
+    "home_of",
     "hooks_of_parameters",
     "is_homeless",
     "is_provisional",
@@ -236,7 +240,7 @@ class RowShardedTensor(Dispatched):
     def requires_grad_(self, requires_grad: bool = True) -> RowShardedTensor:  # type: ignore[override]
         """Freeze or unfreeze a parameter, like ``Tensor.requires_grad_``. Call it between steps, and on all ranks."""
         super().requires_grad_(requires_grad)
-        if (home := vars(self).get("mfsdp_home")) is not None:
+        if (home := home_of(self)) is not None:
             home.bucket.toggled(home.index)
         return self
 
@@ -367,9 +371,15 @@ def noted_value(param: Tensor) -> str | None:
     return vars(param).get(NOTED_VALUE)
 
 
+def home_of(param: Tensor) -> Home | None:
+    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer exists."""
+    home: Home | None = vars(param).get("mfsdp_home")
+    return home if home is not None and home.reference() is not None else None
+
+
 def is_homeless(param: Tensor) -> bool:
-    """Whether a parameter is sharded, but in no bucket: its model was dissolved, or it is a copy."""
-    return isinstance(param, RowShardedTensor) and "mfsdp_home" not in vars(param)
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and home_of(param) is None
 
 
 class _ToLocal(torch.autograd.Function):

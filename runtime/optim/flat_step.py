@@ -15,6 +15,7 @@ optimizer steps the run's parameters one by one.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,7 @@ class FlatStep:
     """Steps one optimizer over runs.
 
     Args:
-        optimizer: Optimizer over sharded parameters.
+        optimizer: Optimizer over sharded parameters, which holds this object.
 
     Raises:
         ValueError: The optimizer does not work element by element.
@@ -95,9 +96,15 @@ class FlatStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer)
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)
         self._runs: dict[tuple[int, ...], list[_AdjacentParams]] = {}
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over runs."""

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
+from ..memory.tensor import home_of
 from ..owner import Owner, owners_of
 from .muon import ShardedMuon
 from .state import cut_distributed_state
@@ -120,5 +121,5 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _models(optimizer: torch.optim.Optimizer) -> list[Owner]:
     """Return the models whose parameters an optimizer holds."""
-    homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
+    homes = (home_of(param) for group in optimizer.param_groups for param in group["params"])
     return owners_of(home.bucket for home in homes if home is not None)

@@ -12,6 +12,7 @@ each rank reads what it owns then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,12 +36,18 @@ class WholeStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)  # which holds this object
         self._owner: dict[RowShardedTensor, Owner] = {}
         self._wholes: dict[RowShardedTensor, nn.Parameter] = {}
         self._routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = {}
         self._assign()
         vars(optimizer)[_WHOLE_STEP] = self
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over the parameters that this rank owns. A collective."""

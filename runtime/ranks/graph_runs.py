@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import compat
 from ..memory.comm_buffers import enter_pool
-from ..owner import Owner, owners_of
+from ..owner import owners_of
 from ..schedule_text import ScheduleLine
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = ["GraphRun", "begin", "launches", "named", "parse_used"]
 class GraphRun:
     """A forward of compiled code, and the backward that may follow it.
 
-    It does not keep models alive, because autograd holds it and Python's garbage collector does not see through that.
+    It keeps the models alive, as the graph of autograd that holds it may need them; they do not lead to it.
 
     Args:
         backwards: Each bucket's share of the backward, in the order in which graphs number the buckets.
@@ -42,6 +42,7 @@ class GraphRun:
 
     def __init__(self, backwards: Sequence[Backward], options: str) -> None:
         self._backwards = backwards
+        self._owners = owners_of(bucket for backward in backwards if (bucket := backward.bucket()) is not None)
         self._buckets = [backward.name for backward in backwards]
         self._options = options
         self._given: Sequence[bool] = ()
@@ -94,10 +95,6 @@ class GraphRun:
                 owner.grad_sync.note_backward(self._backwards)
             if schedule:
                 owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
-
-    @property
-    def _owners(self) -> list[Owner]:
-        return owners_of([bucket for backward in self._backwards if (bucket := backward.bucket()) is not None])
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:

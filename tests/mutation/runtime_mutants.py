@@ -641,9 +641,16 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "parameters that were replaced are not noticed",
-        "                if site.module._parameters.get(site.attribute) is not param:",
+        "                if module is not None and module._parameters.get(site.attribute) is not param:",
         "                if False:",
         ("programs/test_errors.py -k changed_after_sharding",),
+    ),
+    Mutant(
+        "runtime/owner.py",
+        "buckets keep their model alive",
+        "        self._owner = weakref.ref(owner)",
+        "        self._owner = lambda: owner",
+        ("runtime/test_freed.py -k other_uses",),
     ),
     Mutant(
         "runtime/memory/bucket.py",
