@@ -109,6 +109,7 @@ def _union(offers: Sequence[Sequence[Any]]) -> list[Any]:
 def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> None:
     """Connect a process group of the program again. The model itself gets new groups: this one is the program's."""
     if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(compat.process_group(name)):
+        watchdog.revive(name)
         return
     warnings.warn(
         f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() cannot "

@@ -37,7 +37,8 @@ from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
 from .pickled import places
-from .redistribute import RowMove, move_rows, take_rows_of_part
+from .redistribute import RowMove, move_rows, take_rows, take_rows_of_part
+from .replicated import ReplicatedTensor
 from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
@@ -731,9 +732,20 @@ class Bucket:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients attached to the parameters."""
+        """The gradients attached to the parameters.
+
+        What was computed from views and sums of parameters at rest leaves a gradient that every rank holds. It is replaced
+        by this rank's rows of it.
+        """
         attribute = self.plan.grad_attribute
-        return [getattr(param, attribute, None) for param in self.params]
+        found = [getattr(param, attribute, None) for param in self.params]
+        for index, gradient in enumerate(found):
+            if isinstance(gradient, ReplicatedTensor):
+                split = self.splits[index]
+                rows = take_rows(gradient.full_tensor().detach(), split, self.topology.shard).clone()
+                found[index] = RowShardedTensor.wrap(rows, split, self.topology)
+                setattr(self.params[index], attribute, found[index])
+        return found
 
     @property
     def has_gradients(self) -> bool:

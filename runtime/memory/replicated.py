@@ -206,7 +206,7 @@ class RowView(ReplicatedTensor):
     @staticmethod
     def make(base: RowShardedTensor, steps: tuple[Step, ...], averaging: Averaging | None) -> RowView:
         like = functools.reduce(lambda t, step: step.of(t), steps, base.outline)
-        nothing = torch.zeros((), dtype=like.dtype, device=base._local_tensor.device).expand(like.shape)
+        nothing = base._local_tensor.new_zeros((), dtype=like.dtype).expand(like.shape)
         with torch.inference_mode(base.is_inference()):  # a view of an ordinary tensor is one, too
             view: RowView = RowView._make(nothing, base.device_mesh, like, averaging, base.row_split.name)
         view.base, view.steps = base, steps

@@ -187,6 +187,12 @@ class Watchdog:
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
 
+    def revive(self, group: str) -> None:
+        """Watch models of a process group that was closed, and is connected again. Called on all its ranks."""
+        self._explained.discard(group)
+        if (order := orders().get(group)) is not None:
+            order.revive()
+
     @contextlib.contextmanager
     def asking(
         self,

@@ -374,8 +374,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/eager/engine.py",
         "frozen units stay gathered in backward",
-        "                if not other.plan.requires_grad and gathered.unit is not unit and",
-        "                if False and",
+        "                if is_done and gathered.unit is not unit and",
+        "                if other in self._complete and gathered.unit is not unit and",
         ("programs/test_more_programs.py -k gathered_in_a_step",),
     ),
     Mutant(

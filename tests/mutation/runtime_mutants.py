@@ -783,8 +783,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/gradients.py",
         "a hook may change the gradient that it is shown",
-        "            changed = hook(views[index].clone())",
-        "            changed = hook(views[index])",
+        "hooks_of_parameters.call(hook, views[index].clone())",
+        "hooks_of_parameters.call(hook, views[index])",
         ("programs/test_scenarios.py -k hooks",),
     ),
     Mutant(

@@ -250,7 +250,8 @@ def test_the_default_group_works_after_a_reset() -> None:
         names = [None, None]
         dist.all_gather_object(names, dist.group.WORLD.group_name)
         assert names == [dist.group.WORLD.group_name] * 2
-        for each in both:
+        third = fully_shard_model(parity.build(lambda: Branches(2)), fsdp_unit_modules=[zoo.Block])
+        for each in (*both, third):
             each(x).backward()
             assert next(each.parameters()).full_tensor().shape == (8, 8)
             each.zero_grad()
