@@ -558,6 +558,11 @@ class _Pending:
                     nn.Module._apply(module, cast, recurse=False)
         return _sharded(self)._apply(fn, recurse)
 
+    def __repr__(self) -> str:
+        """Describe the module without sharding the model: one rank alone may print it."""
+        with _as_written(cast(nn.Module, self)):
+            return repr(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_sharded(self), memo)
 

@@ -717,6 +717,15 @@ def test_ranks_that_ask_for_different_things() -> None:
         list(model.parameters())
 
 
+@on_ranks(2)
+def test_one_rank_prints_it_before_its_first_use() -> None:
+    model = by_block(fsdp2)
+    if dist.get_rank() == 0:
+        assert repr(model).startswith("FSDPNet(\n  (embed): Linear(in_features=")
+        assert not isinstance(vars(model.layers[0].up)["_parameters"]["weight"], DTensor)
+    assert isinstance(next(model.parameters()), DTensor)
+
+
 @on_ranks(2, timeout=60)
 def test_event_that_gathers_wait_for() -> None:
     class Event:
