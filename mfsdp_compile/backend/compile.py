@@ -254,7 +254,7 @@ def prepare(
             graph,
             record.context,
             {
-                str(id(module)): unit.name
+                str(id(module())): unit.name
                 for unit in units
                 if not (unit.is_root or unit.is_module)
                 for module in unit.modules
