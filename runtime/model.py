@@ -41,7 +41,7 @@ from .memory.registration import Registration
 from .memory.tensor import NOTED_VALUE, RowShardedTensor
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
-from .owner import owners_of
+from .owner import ignore, owners_of, stop_ignoring
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers, local_part
 from .precision import Policies
@@ -119,6 +119,7 @@ class ShardedModel:
         eager.owner = self
         for bucket in self.buckets:
             bucket.owner = self
+        ignore(self, self.ignored)
         _models.add(self)
         watch_steps()
 
@@ -186,6 +187,7 @@ class ShardedModel:
                 release_module(module)
         for param in (param for bucket in self.buckets for param in bucket.params):
             del vars(param)["mfsdp_home"]
+        stop_ignoring(self._ignored)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -201,6 +203,13 @@ class ShardedModel:
     @property
     def parameter_names(self) -> list[str]:
         return [name for name, _ in self.module.named_parameters()] if self.module is not None else []
+
+    @property
+    def ignored(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not sharded, by name: each rank has its own."""
+        known = set(map(id, self._ignored))
+        found = self.module.named_parameters() if self.module is not None and known else ()
+        return {name: param for name, param in found if id(param) in known}
 
     @property
     def topology(self) -> Topology:
@@ -576,6 +585,13 @@ class ShardedModel:
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
         self.grad_sync.zero(set_to_none and not self.keeps_gradients, kept)
+        for param in self._ignored:
+            if param.grad is None or (kept is not None and id(param) in kept):
+                continue
+            if set_to_none and not self.keeps_gradients:
+                param.grad = None
+            else:
+                param.grad.zero_()
 
 
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:

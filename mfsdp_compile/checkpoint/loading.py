@@ -46,6 +46,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
+from mfsdp_compile.runtime.owner import name_of
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -487,11 +488,14 @@ class _LoadPlan:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        params, by_inner = {}, {}
+        params = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            sites = param.mfsdp_home.bucket.sites[param.mfsdp_home.index]
-            params[sites[0].name] = param
-            by_inner.update({_inner(site.name): sites[0].name for site in sites})
+            params[name_of(param)] = param
+        first_name = {id(param): name for name, param in params.items()}
+        by_inner = {_inner(name): name for name in params}
+        for name, param in self._module.named_parameters(remove_duplicate=False):  # other names of tied ones
+            if id(param) in first_name:
+                by_inner[_inner(name)] = first_name[id(param)]
         self._name_in_optimizer = by_inner
         self._optimizer_prefix = max(
             ("module.", ""), key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix))
