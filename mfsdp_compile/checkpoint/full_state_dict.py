@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
+from mfsdp_compile.runtime.owner import owner_of
+from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 from mfsdp_compile.wrapper import unwrapped
 
 from .host_copies import Copies, HostCopies
@@ -31,20 +34,29 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     """
     model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
-    wholes: dict[str, Tensor] = {}
-    copies: HostCopies[str] = HostCopies()
-    for name, whole in model.full_parameters():
-        if mine:
-            wholes.update(copies.add(name, whole))
-        del whole
-    if not mine:
-        return {}
-    wholes.update(copies.rest())
+    state: dict[str, Any] = {}
+    with errors_for_all(model.sharded.everyone, "full_state_dict") as deferred:
+        wholes: dict[str, Tensor] = {}
+        copies: HostCopies[str] = HostCopies()
+        for name, whole in model.full_parameters():
+            if mine and deferred.error is None:
+                with deferred.errors():
+                    wholes.update(copies.add(name, whole))
+            del whole
+        if mine and deferred.error is None:
+            wholes.update(copies.rest())
+            state = _with_values(model.module, wholes)
+    return state
+
+
+def _with_values(module: nn.Module, wholes: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the module's state dict with these parameters, and copies of everything else."""
     first_name: dict[int, str] = {}
-    for name, param in model.module.named_parameters(remove_duplicate=False):
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
         first_name.setdefault(id(param), name)
-    params = dict(model.module.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = dict(model.module.state_dict())
+    copies: HostCopies[str] = HostCopies()
+    state: dict[str, Any] = dict(module.state_dict())
     for name, value in list(state.items()):
         if name in params:
             state[name] = wholes[first_name[id(params[name])]]
@@ -76,14 +88,23 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
         for (name, key), copy in done:
             state[name][key] = copy
 
-    for name, held in sharded["state"].items():
-        for key, value in held.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if mine and isinstance(whole, Tensor):
-                put(copies.add((name, key), whole))
-            del whole
-    put(copies.rest())
+    with errors_for_all(_everyone(optimizer), "full_optimizer_state_dict") as deferred:
+        for name, held in sharded["state"].items():
+            for key, value in held.items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if mine and isinstance(whole, Tensor) and deferred.error is None:
+                    with deferred.errors():
+                        put(copies.add((name, key), whole))
+                del whole
+        if deferred.error is None:
+            put(copies.rest())
     return {**sharded, "state": state} if mine else {}
+
+
+def _everyone(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup:
+    """Return the ranks of the model that the optimizer steps."""
+    owners = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
+    return next(owner for owner in owners if isinstance(owner, ShardedModel)).everyone
 
 
 def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]:
