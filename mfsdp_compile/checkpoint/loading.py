@@ -305,7 +305,13 @@ class _Load:
         """Load the optimizer's state, without dropping the old one."""
         if self._optimizer is not None:
             self._before = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
-            self._optimizer.load_state_dict(self._state)
+            try:
+                self._optimizer.load_state_dict(self._state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self._directory} has state that the {type(self._optimizer).__name__} does not take "
+                    f"({type(error).__name__}: {error}). Nothing was loaded."
+                ) from error
             self._state = {}
 
     def restore_optimizer(self) -> None:

@@ -106,6 +106,8 @@ def test_state_dicts_by_name() -> None:
     assert twin.sharded.ignored["own"] is twin.module.own
     assert torch.equal(pickle.loads(pickle.dumps(model.module.own)), model.module.own)
     alone = fully_shard_optimizer(torch.optim.SGD([model.module.own], lr=0.1, momentum=0.9))
+    model.module.own.grad = torch.ones(7)
+    alone.step()
     assert [*alone.state_dict()["state"]] == ["module.own"]
 
 
