@@ -154,7 +154,9 @@ def load(
         try:
             loads.append(_Load(directory, model, optimizer, _Allowed(*patterns), manifest, generators, verify))
             return loads[0].prepare()
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except CheckpointError:
+            raise
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise CheckpointError(
                 f"{directory} does not match its .metadata ({type(error).__name__}: {error}). Nothing was loaded."
             ) from error

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copyreg
 import io
+import math
 import pickle
 import signal
 import types
@@ -316,6 +317,7 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a dtype is {dtype!r:.80}")
     size = _size(state["size"])
+    whole(math.prod(max(n, 1) for n in size) * dtype.itemsize, "the bytes of a tensor")  # torch computes with these
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in typed(state["chunks"], list, "chunks")]
     found = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if odd := [chunk for chunk in found if not len(chunk.offsets) == len(chunk.sizes) == len(size)]:

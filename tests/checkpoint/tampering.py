@@ -77,6 +77,8 @@ class Tampered:
     def put(self, key: str, content: bytes) -> None:
         """Replace the archive of the first chunk of a tensor, or of a value."""
         info = self.metadata.storage_data[self.indices(key)[0]]
+        if info.relative_path not in {path.name for path in self.path.glob("*.distcp")}:
+            raise ValueError("the entry was moved elsewhere before")
         with (self.path / info.relative_path).open("ab") as file:
             object.__setattr__(info, "offset", file.tell())
             object.__setattr__(info, "length", len(content))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pool import on_ranks, shared_folder
 from tampering import Tampered, archive, bomb, rewritten
@@ -195,7 +195,7 @@ def drawn_state(data: st.DataObject, good: torch.Tensor) -> torch.Tensor:
         flat = state.view(-1)
         if state.dtype == torch.uint8:
             where = data.draw(st.sampled_from([0, 8, 12, 16, 24, 5008, 5016, 5040, 5048]))
-            with contextlib.suppress(struct.error):
+            with contextlib.suppress(struct.error, OverflowError):
                 content = bytearray(state.numpy().tobytes())
                 form = data.draw(st.sampled_from(["<i", "<Q", "<d"]))
                 struct.pack_into(form, content, where, value if form == "<d" else int(value if value == value else 0))
@@ -224,12 +224,22 @@ def test_load(count: int) -> None:
     kept_state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(dict(model.state_dict()))
     outcomes = {"loaded": 0, "refused": 0}
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    # Shrinking would take hours in the long run.
+    @settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+        database=None,
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         tampered = Tampered(source, root / "bad")
         for _ in range(data.draw(st.integers(1, 2))):
-            change(data, tampered)
+            with contextlib.suppress(
+                TypeError, ValueError, KeyError, IndexError, AttributeError, OSError, RuntimeError
+            ):
+                change(data, tampered)  # the second one may not fit what the first one has made
         has_manifest = data.draw(st.sampled_from([True, True, True, False]))
         try:
             tampered.seal(has_manifest)
