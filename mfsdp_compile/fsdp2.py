@@ -37,6 +37,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Shard
@@ -47,6 +48,7 @@ from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_f
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.tensor import is_homeless
 from mfsdp_compile.runtime.model import ShardedModel, note_values
+from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.topology import Accumulation
@@ -65,6 +67,14 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+
+def __getattr__(name: str) -> Any:
+    """Return the names of FSDP2 that only newer versions of torch have."""
+    if name in ("DataParallelMeshDims", "GradientReductionHandle"):
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _REQUEST = "_mfsdp_request"
 _SHARDED = "_mfsdp_fsdp2"
 _SETTINGS = "_mfsdp_settings"
@@ -74,7 +84,7 @@ _SETTINGS = "_mfsdp_settings"
 class _Request:
     """One call of :func:`fully_shard`: its arguments."""
 
-    modules: tuple[nn.Module, ...]
+    given: tuple[ModuleRef, ...]
     mesh: DeviceMesh | None
     dims: tuple[tuple[str, ...], tuple[str, ...]] | None
     reshard_after_forward: bool | int | None
@@ -82,12 +92,20 @@ class _Request:
     offload_policy: AnyOffloadPolicy
     ignored: frozenset[nn.Parameter]
     check_values: bool
-    wrappers: tuple[nn.Module, ...]
-    """What ``torch.compile`` has made of some of the modules."""
+    compiled: tuple[ModuleRef, ...]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple(module for each in self.given if (module := each()) is not None)
+
+    @property
+    def wrappers(self) -> list[nn.Module]:
+        """What ``torch.compile`` has made of some of the modules."""
+        return [module for each in self.compiled if (module := each()) is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Request:
-        modules, wrappers, ignored = copy.deepcopy((self.modules, self.wrappers, tuple(self.ignored)), memo)
-        return replace(self, modules=modules, wrappers=wrappers, ignored=frozenset(ignored))
+        given, compiled, ignored = copy.deepcopy((self.given, self.compiled, tuple(self.ignored)), memo)
+        return replace(self, given=given, compiled=compiled, ignored=frozenset(ignored))
 
 
 @dataclass(eq=False)
@@ -98,8 +116,8 @@ class _Sharded:
         model: The sharded model.
         units: Units of the module; empty if it owns no parameters.
         name: Name of the module in the model; "" for the model.
-        together: What each of the model's modules controls.
-        holder: The model, which is a list of modules if :func:`fully_shard` was called on these.
+        together: What each of the model's modules controls; its module keeps it alive.
+        holder: The model, if it is a list of modules that :func:`fully_shard` was called on: nothing else keeps it alive.
         syncs, all_reduces: Whether gradients are to be reduced at all, and over outer ranks.
         reductions: How many units' reductions may run at a time.
     """
@@ -107,11 +125,18 @@ class _Sharded:
     model: ShardedModel
     units: tuple[EagerUnit, ...]
     name: str
-    together: list[_Sharded]
-    holder: nn.Module
+    together: weakref.WeakKeyDictionary[_Sharded, None]
+    holder: nn.Module | None
     syncs: bool = True
     all_reduces: bool = True
     reductions: int = EagerPolicy().reductions_in_flight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharded:
+        duplicate = memo[id(self)] = object.__new__(_Sharded)
+        its = {**vars(self), "together": list(self.together)}
+        vars(duplicate).update(copy.deepcopy(its, memo))
+        duplicate.together = weakref.WeakKeyDictionary(dict.fromkeys(vars(duplicate)["together"]))
+        return duplicate
 
 
 _pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -167,7 +192,7 @@ def fully_shard(
     _check_placements(modules, shard_placement_fn)
     offload_of(offload_policy, "fully_shard(offload_policy)")
     request = _Request(
-        modules,
+        tuple(map(ModuleRef, modules)),
         mesh,
         None if dp_mesh_dims is None else (dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names),
         reshard_after_forward,
@@ -175,7 +200,7 @@ def fully_shard(
         offload_policy,
         frozenset(ignored_params or ()),
         check_values,
-        tuple(wrapper for wrapper in given if wrapper not in modules),
+        tuple(ModuleRef(wrapper) for wrapper in given if wrapper not in modules),
     )
     for each in modules:
         vars(each)[_REQUEST] = request
@@ -335,9 +360,13 @@ class FSDPModule:
         for unit in (state := _state(self)).units[-1:]:
             state.model.eager.control(unit).backward_prefetch = _units_of(modules)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let everything that the current stream runs from now on, gathers included, wait for ``event``."""
-        torch.accelerator.current_stream().wait_event(event)
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Let everything that the current stream runs from now on, gathers included, wait for ``event``.
+
+        None, which is what the CPU's stream records, is no event.
+        """
+        if event is not None:
+            event.wait()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Has no effect: backward gathers the parameters that it reads, and no others."""
@@ -426,8 +455,9 @@ class FSDPModule:
 
         The largest number that any module of the model has holds for all of them.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
-            raise ValueError(
+        is_whole = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        if not is_whole or max_input_buffers < 1:
+            raise (ValueError if is_whole else TypeError)(
                 f"set_reduce_scatter_max_input_buffers takes a whole number from 1 on, got {max_input_buffers!r}"
             )
         for each in _states(self, recurse):
@@ -618,9 +648,7 @@ def _shard(root: nn.Module) -> None:
     for part in parts:
         part.dissolve()
     for module in units:
-        if vars(module).pop(_SHARDED, None) is not None:
-            for name in vars(module).get(_METHODS, ()):
-                vars(module).pop(name)
+        vars(module).pop(_SHARDED, None)
     for module in holder.modules():
         _set_class(module, is_pending=False)
     tie_again(holder)
@@ -631,14 +659,18 @@ def _shard(root: nn.Module) -> None:
             _wait(module)
         raise
     model.awaits_values |= any(part.awaits_values for part in parts)
-    names, together = {module: name for name, module in holder.named_modules()}, []  # type: ignore[var-annotated]
+    names = {module: name for name, module in holder.named_modules()}
+    together: weakref.WeakKeyDictionary[_Sharded, None] = weakref.WeakKeyDictionary()
+    kept = holder if holder is not root else None
     for module in units:
         _pending.discard(module)
         of_module = (
-            each for each in model.eager.units if (each.is_root if module is holder else module in each.modules)
+            each
+            for each in model.eager.units
+            if (each.is_root if module is holder else any(module is its() for its in each.modules))
         )
-        together.append(_Sharded(model, tuple(of_module), names[module], together, holder))
-        vars(module)[_SHARDED] = together[-1]
+        state = vars(module)[_SHARDED] = _Sharded(model, tuple(of_module), names[module], together, kept)
+        together[state] = None
         for name in vars(module).get(_METHODS, ()):
             vars(module).pop(name, None)
             register_forward(module, name)

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.tensor import RowShardedTensor, contiguous_strides
+from mfsdp_compile.runtime.memory.rows import contiguous_strides
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
 __all__ = [
     "filter_unflattened_state_dict",
@@ -46,7 +47,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         chunks = dtensor.__create_chunk_list__()
         if len(chunks) > 1:
             raise ValueError(
-                f"{dtensor.split.name!r} is a stack of matrices that is cut inside of matrices, so that this rank holds "
+                f"{dtensor.row_split.name!r} is a stack of matrices that is cut inside of matrices, so that this rank holds "
                 f"{len(chunks)} chunks of it. torch.distributed.checkpoint gets all of them from the tensor."
             )
         if chunks:

@@ -454,7 +454,8 @@ class MegatronFSDP(nn.Module):
     def manual_buffer_registration(self) -> bool:
         """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
 
-        Call it between steps. Copies of a model (``copy.deepcopy``) are not registered until it is called on them.
+        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered when
+        the copy uses the first one.
 
         Returns:
             Whether NCCL runs the model's collectives. Otherwise nothing is registered.

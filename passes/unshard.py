@@ -8,6 +8,8 @@ Before                                              After
 
 A frozen parameter in a trainable bucket is detached, so that its gradient is not computed.
 
+``torch.cond`` and other operators with bodies refuse operands that share memory, so they get copies.
+
 A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an anchor,
 data and a scale.
 
@@ -111,6 +113,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         else:
             shell.replace_all_uses_with(parameter)
         graph.erase_node(shell)
+        _copy_for_branches(parameter)
 
     markers = erase_markers(gm)
     graph.lint()
@@ -124,6 +127,15 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         ]
         + [f"{markers} markers taken out"],
     )
+
+
+def _copy_for_branches(parameter: fx.Node) -> None:
+    """Give operators with bodies that refuse operands in the same memory a copy of a parameter, which lies in a bucket."""
+    for user in [user for user in parameter.users if compat.refuses_shared_memory(user.target)]:
+        with parameter.graph.inserting_before(user):
+            copied = parameter.graph.call_function(torch.ops.aten.clone.default, (parameter,))
+        copied.meta["custom"] = dict(parameter.meta["custom"])
+        user.replace_input_with(parameter, copied)
 
 
 def _in(info: BucketInfo) -> str:

@@ -157,12 +157,12 @@ class Exchange(NamedTuple):
     def with_buffers(self, gathers: Buffers, gradients: Buffers) -> Exchange:
         """Return the exchange with communication buffers where it can use them.
 
-        What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction stay where they
-        are packed, so they cannot be in a buffer.
+        What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction, or have none, stay
+        where they are packed, so they cannot be in a buffer.
         """
         if not self.gather_group:
             gathers = NO_BUFFERS
-        if self.needs_token:
+        if self.needs_token or not self.groups:
             gradients = NO_BUFFERS
         return self._replace(buffers=(*gathers, *gradients))
 

@@ -121,7 +121,12 @@ class GradSync:
         if self._backward.outer is None:
             self._backward.outer = current
             self._conduct.enter_backward(self.is_due())
-            compat.on_backward_end(self._finish_backward)
+            owner = self._eager.owner  # which the backward needs to its end, even if nothing else holds it
+
+            def finish() -> None:
+                owner.grad_sync._finish_backward()
+
+            compat.on_backward_end(finish)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be
             # complete when it returns; the outer backward handles parameters without a gradient.

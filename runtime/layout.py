@@ -137,12 +137,19 @@ class ParamSpec:
         shape: Global shape.
         whole: Whether one rank should own the whole parameter, if the padding bound allows. Muon needs whole matrices.
         row_dims: Number of leading dimensions whose indices, taken together, are rows. A scalar has one row all the same.
+        is_complex: Whether it is a complex parameter, whose elements are pairs of real ones: the last dimension of ``shape``.
     """
 
     name: str
     shape: tuple[int, ...]
     whole: bool = field(default=False, kw_only=True)
     row_dims: int = field(default=1, kw_only=True)
+    is_complex: bool = field(default=False, kw_only=True)
+
+    @property
+    def param_shape(self) -> tuple[int, ...]:
+        """Global shape of the parameter, in elements of its own dtype."""
+        return self.shape[:-1] if self.is_complex else self.shape
 
     @property
     def numel(self) -> int:
@@ -398,7 +405,8 @@ def _fit(
             if found is not None:
                 shard_numel, offsets = found
                 slots = tuple(
-                    Slot(p.name, p.shape, o, row_dims=p.row_dims) for p, o in zip(params, offsets, strict=True)
+                    Slot(p.name, p.shape, o, row_dims=p.row_dims, is_complex=p.is_complex)
+                    for p, o in zip(params, offsets, strict=True)
                 )
                 return BucketLayout(itemsize, world_size, shard_numel, slots, policy.alignment_bytes)
             shard_align //= 2

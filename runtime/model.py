@@ -145,10 +145,13 @@ class ShardedModel:
             registration,
             ignored,
         )
+        if self.registration is not None and self.registration.is_expected:  # ranks use the copy together
+            of_copy = weakref.WeakMethod(duplicate.manual_buffer_registration)
+            pool.before_use = lambda: registered() if (registered := of_copy()) is not None else None
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
         duplicate.compares_values, duplicate.awaits_values = self.compares_values, self.awaits_values
-        duplicate.lineage = Lineage(continues=self.lineage.continues)
+        duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
 
@@ -399,7 +402,7 @@ class ShardedModel:
 
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
-        for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
+        for module in {module for bucket in buckets for _, module, _ in bucket.holders()}:
             label_module(module, self._schedules_replaced)
 
     def make_portions(self, size: int) -> None:

@@ -70,7 +70,7 @@ from .exchange import Exchange, When, split_sizes
 from .memory import host
 from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
-from .memory.tensor import contiguous_strides
+from .memory.rows import contiguous_strides
 from .ranks import graph_runs
 
 __all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wait_quantized"]
@@ -147,7 +147,8 @@ def _other_backend(shell: Tensor) -> RuntimeError:
     return RuntimeError(
         "A model that mfsdp-compile has sharded was compiled with another backend, which cannot gather parameters "
         f"(here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another compiler "
-        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'})."
+        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'}). A method with a torch.compile of its own can read parameters "
+        "while the model's forward runs; pass it those that are in float8 as arguments."
     )
 
 
@@ -444,6 +445,8 @@ def _reduce_if_due(
         to_reduce = None
     if to_reduce is None:
         return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))
+    if group_size == 1:
+        return to_reduce.clone()
     return _start(to_reduce, collective, reduce_op, group_size, group)
 
 

@@ -1,15 +1,27 @@
-"""The sharded model, as its buckets, its eager path, its compiled graphs and its optimizers see it."""
+"""The sharded model, as its buckets, its eager path, its compiled graphs and its optimizers see it.
+
+References go one way, so that the memory of a model is freed with the last reference to it, without Python's garbage
+collector::
+
+    sharded modules, optimizers that were extended, graphs of autograd
+        -> the sharded model -> its eager path -> its units -> their buckets -> memory
+
+What points the other way is weak: from a bucket to its model (:class:`Owned`), from a parameter to its bucket
+(:class:`~.memory.bucket.Home`), from anything to a module (:class:`ModuleRef`).
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from .eager.engine import EagerRuntime
     from .grad_sync import GradSync
     from .memory.bucket import Bucket
     from .memory.comm_buffers import BufferPool
@@ -17,7 +29,17 @@ if TYPE_CHECKING:
     from .optim.tracking import Optimizers
     from .ranks.conduct import Conduct
 
-__all__ = ["Owner", "ignore", "name_of", "owner_of", "owners_of", "stop_ignoring"]
+__all__ = [
+    "ModuleRef",
+    "Owned",
+    "Owner",
+    "ignore",
+    "name_of",
+    "owner_of",
+    "owners_of",
+    "refuse_dropped",
+    "stop_ignoring",
+]
 
 
 class Owner(Protocol):
@@ -30,6 +52,7 @@ class Owner(Protocol):
         step_tracker: Notices optimizer steps that a rank skips or does not finish.
         optimizers: The optimizers that hold its parameters.
         comm_buffers: Its communication buffers.
+        eager: Its eager path.
     """
 
     buckets: tuple[Bucket, ...]
@@ -38,6 +61,7 @@ class Owner(Protocol):
     step_tracker: StepTracker
     optimizers: Optimizers
     comm_buffers: BufferPool
+    eager: EagerRuntime
 
     @property
     def keeps_gradients(self) -> bool:
@@ -72,6 +96,55 @@ class Owner(Protocol):
 
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
+
+
+class Owned:
+    """A part of a sharded model, which the model keeps alive, and not the other way round."""
+
+    _owner: weakref.ref[Owner]
+
+    @property
+    def owner(self) -> Owner:
+        """The sharded model, which sets this attribute.
+
+        Raises:
+            RuntimeError: It no longer exists.
+        """
+        owner = self._owner()
+        return refuse_dropped() if owner is None else owner
+
+    @owner.setter
+    def owner(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+
+
+def refuse_dropped() -> NoReturn:
+    """Raise RuntimeError because something of a model is used that no longer exists."""
+    raise RuntimeError(
+        "A sharded model no longer exists, and a parameter of it, or a backward through it, needs it. Keep a reference to "
+        "the model, or to one of its modules, as long as its parameters are trained."
+    )
+
+
+class ModuleRef:
+    """A weak reference to a module, equal to others to the same one. Its deep copy refers to the module's copy."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        """Return the module; None if it no longer exists."""
+        return self._module()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleRef) and self._module == other._module
+
+    def __hash__(self) -> int:
+        return hash(self._module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
+        module = self()
+        return self if module is None else ModuleRef(copy.deepcopy(module, memo))
 
 
 def owners_of(buckets: Iterable[Bucket]) -> list[Owner]:

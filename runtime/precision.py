@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from . import compat, quantize
 from .casts import Casts
+from .owner import ModuleRef
 
 __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument", "Scaling"]
 
@@ -21,7 +22,9 @@ __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument
 class MixedPrecisionPolicy:
     """Dtypes of parameters, gradients, inputs and outputs.
 
-    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded.
+    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded. Complex parameters keep
+    their dtype, and their gradients are summed in it; they are sent as pairs of real numbers, gradients in
+    ``grad_comm_dtype``.
 
     Args:
         main_params_dtype: Dtype of shards and optimizer state. The default, float32, trains a bfloat16 model with
@@ -107,13 +110,13 @@ class MixedPrecisionPolicy:
             )
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
-        """Dtype of a gathered parameter.
+        """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.
 
         Raises:
             ValueError: ``param_dtype_override_fn`` returned something else than is allowed.
         """
         if not param.dtype.is_floating_point:
-            return param.dtype
+            return param.dtype.to_real()
         if self.param_dtype_override_fn is not None:
             chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]
             if chosen is not None and not (
@@ -127,15 +130,20 @@ class MixedPrecisionPolicy:
             return chosen or self.param_dtype or param.dtype
         return self.param_dtype or param.dtype
 
-    def main_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded."""
-        if self.main_params_dtype is None or not model_dtype.is_floating_point:
-            return model_dtype
+    def main_dtype(self, model_dtype: torch.dtype, is_trained: bool = True) -> torch.dtype:
+        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded.
+
+        Frozen parameters in float8 keep their dtype: they are quantized.
+        """
+        is_quantized = not is_trained and model_dtype.itemsize < 2
+        if self.main_params_dtype is None or not model_dtype.is_floating_point or is_quantized:
+            return model_dtype.to_real()
         return self.main_params_dtype
 
     def grad_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are accumulated."""
-        return self.main_grads_dtype or self.main_dtype(model_dtype)
+        main = self.main_dtype(model_dtype)
+        return main if model_dtype.is_complex else self.main_grads_dtype or main
 
     def comm_dtype(self, model_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are reduced."""
@@ -214,11 +222,11 @@ class Policies:
 
     Args:
         default: Policy of everything that has none of its own.
-        own: Policies of modules, and of modules of classes, which are given as in ``fsdp_unit_modules``.
+        own: Policies of modules, which are not kept alive, and of modules of classes, given as in ``fsdp_unit_modules``.
     """
 
     default: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    own: tuple[tuple[PolicyKey, MixedPrecisionPolicy], ...] = ()
+    own: tuple[tuple[ModuleRef | type[nn.Module] | str, MixedPrecisionPolicy], ...] = ()
 
     @classmethod
     def of(cls, value: object, argument: str) -> Policies:
@@ -238,7 +246,8 @@ class Policies:
                 )
         policies = {key: MixedPrecisionPolicy.of(policy, f"{argument}[{_key(key)}]") for key, policy in value.items()}
         default = policies.pop(None, MixedPrecisionPolicy())
-        return cls(default, tuple(policies.items()))
+        its = ((ModuleRef(key) if isinstance(key, nn.Module) else key, policy) for key, policy in policies.items())
+        return cls(default, tuple(its))
 
     def __iter__(self) -> Iterator[MixedPrecisionPolicy]:
         """Iterate over the default and the policies of classes. Buckets refer to them by position."""
@@ -264,7 +273,9 @@ class Policies:
         return "; ".join([*named, f"everything else: {self.default}"])
 
 
-def _key(key: PolicyKey | None) -> str:
+def _key(key: ModuleRef | PolicyKey | None) -> str:
+    if isinstance(key, ModuleRef):
+        key = key()
     if isinstance(key, nn.Module):
         return f"one {type(key).__name__}"
     return key.__qualname__ if isinstance(key, type) else repr(key)

@@ -6,8 +6,13 @@ would be matched with those: wrong values if sizes happen to be equal, a hang if
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from . import compat
 from .ranks.agreement import has_others
 from .ranks.watchdog import watchdog
 
@@ -47,11 +52,13 @@ def recover(model: ShardedModel) -> None:
 def reset(model: ShardedModel) -> None:
     """Start over after a failure: new process groups of the same ranks, no gradients, nothing running.
 
+    Process groups of the program that cannot be used any more since the failure are connected again.
+
     Raises:
         RuntimeError: Not all ranks called this within four process group timeouts, the longest time until each of them
             has its error.
     """
-    model.conduct.agree("model.reset()", [], patience=4, is_last_resort=True)
+    closed = _agree_on_closed_groups(model)
     watchdog.leave(model.conduct)
     for step in model.captured_steps:
         step.reset()  # graphs hold on to the communicators of the process groups
@@ -64,6 +71,8 @@ def reset(model: ShardedModel) -> None:
     if model.registration is not None:
         model.registration.end()
     model.comm_buffers.drop()
+    for name, ranks in closed:
+        _reconnect(name, ranks, model.members.agreeing)
     model.members.renew()
     model.conduct.failure = None
     model.step_tracker.reset()
@@ -74,3 +83,38 @@ def reset(model: ShardedModel) -> None:
     if registered:
         model.registration.register(model.buckets)  # type: ignore[union-attr]
     model.label_modules()
+
+
+def _agree_on_closed_groups(model: ShardedModel) -> list[tuple[str, list[int]]]:
+    """Wait for all ranks. Return the process groups, except the model's own, that cannot be used since the failure.
+
+    Each comes with its ranks. They were closed to end waits, or failed collectives have used them.
+    """
+    conduct, agreeing = model.conduct, model.members.agreeing
+    if not has_others(agreeing):
+        return []
+    closed = set(compat.broken_groups())
+    if conduct.failure is not None or conduct.order.stalled is not None:
+        closed.update(map(compat.process_group, conduct.communicators))
+    renewed = {group for group in map(compat.process_group, conduct.communicators) if compat.is_own(group)}
+    mine = [(group.group_name, dist.get_process_group_ranks(group)) for group in closed - renewed]
+    found = conduct.conclude("model.reset()", [], mine, _union, patience=4, is_last_resort=True)
+    return [(name, ranks) for name, ranks in found if compat.known_groups().get(name) == ranks]
+
+
+def _union(offers: Sequence[Sequence[Any]]) -> list[Any]:
+    return sorted({(name, tuple(ranks)) for groups in offers for name, ranks in groups})
+
+
+def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> None:
+    """Connect a process group of the program again. The model itself gets new groups: this one is the program's."""
+    if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(compat.process_group(name)):
+        watchdog.revive(name)
+        return
+    warnings.warn(
+        f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() cannot "
+        "connect it again: it has other ranks than the model, another backend than gloo, or was closed too often. Replace it "
+        "where the program uses it (torch.distributed.new_group).",
+        RuntimeWarning,
+        stacklevel=4,
+    )

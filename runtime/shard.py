@@ -25,6 +25,7 @@ from .memory.comm_buffers import BufferPolicy, BufferPool
 from .memory.host import Offload
 from .memory.registration import Registration
 from .model import ShardedModel
+from .owner import ModuleRef
 from .plan import communicators
 from .plan.buckets import BucketPlanner
 from .plan.communicators import Communication
@@ -115,6 +116,7 @@ def shard_model(
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
     initializer = options.from_meta if meta.has_meta(module) else None
+    topology = replace(topology, inspects=options.gradient_policy.report_nan)
     communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
@@ -152,7 +154,7 @@ def shard_model(
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)
-    _shard_modules(module, eager, made.homes, casts)
+    _shard_modules(module, sharded, made.homes, casts)
     sharded.forget_old_code()
     sharded.awaits_values = initializer is not None and not initializer.gives_values
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):
@@ -189,8 +191,10 @@ def _agree_on_plan(
             options.ignored,
         )
         own = options.experts() if options.experts is not None else None
-        if own is not None and not options.gradient_policy.report_nan:  # a reduction's start inspects gradients
-            own = replace(own, topology=replace(own.topology, skips_itself=True))
+        if own is not None:
+            own = replace(
+                own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects)
+            )
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,
@@ -275,8 +279,10 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
                     if keeps_originals:
                         made.originals.setdefault(site.module, {})[site.attribute] = original
                     site.module._parameters[site.attribute] = bucket.params[index]
-                    made.homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
-        made.units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets), unit.is_module))
+                    made.homes.setdefault(site.module, {})[site.attribute] = Home.at(bucket, index)
+        made.units.append(
+            EagerUnit(unit.name, tuple(map(ModuleRef, unit.modules)), unit.is_root, tuple(buckets), unit.is_module)
+        )
     return made
 
 
@@ -313,14 +319,15 @@ def _eager_policy(options: ShardingOptions) -> EagerPolicy:
     return policy
 
 
-def _shard_modules(root: nn.Module, eager: EagerRuntime, homes: Homes, casts: Mapping[nn.Module, Casts]) -> None:
+def _shard_modules(root: nn.Module, model: ShardedModel, homes: Homes, casts: Mapping[nn.Module, Casts]) -> None:
     """Give each module that is a window, holds parameters, or casts, the behavior of a sharded one."""
-    unit_of = {m: unit for unit in eager.units if not unit.is_root for m in unit.modules}
+    eager = model.eager
+    unit_of = {m(): unit for unit in eager.units if not unit.is_root for m in unit.modules}
     root_buckets = [bucket for unit in eager.units if unit.is_root for bucket in unit.buckets]
     for module in dict.fromkeys([root, *unit_of, *homes, *casts]):
         own = homes.get(module, {})
         held = {home.bucket for home in own.values()}
         owns = tuple(bucket for bucket in root_buckets if bucket in held)
-        window = Window(eager, module, unit_of.get(module), owns, bool(own), is_root=module is root)
+        window = Window(model, eager, ModuleRef(module), unit_of.get(module), owns, is_root=module is root)
         eager.add_window(window)
         shard_module(module, own, window, casts.get(module, Casts()))

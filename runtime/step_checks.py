@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .memory import gradients
 from .memory.bucket import Bucket
+from .memory.redistribute import as_real
 from .memory.tensor import UnreducedGradient
 from .ranks.agreement import everyones, value_digest
 
@@ -114,7 +115,7 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
             continue
         flat = gradients.flat_gradient(bucket)
         assert flat is not None
-        locals_ = [gradient.to_local() for gradient in attached]  # type: ignore[union-attr]
+        locals_ = [as_real(gradient.to_local()) for gradient in attached]  # type: ignore[union-attr]
         # Sum in float32 at least: half precision gives only three digits of a norm.
         summed_in = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         all_norms = torch._foreach_norm([*locals_, flat], 2.0, summed_in)

@@ -16,6 +16,7 @@ not test for strategies by name.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -149,7 +150,9 @@ class Topology:
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
-        skips_itself: Whether a rank that shares its parameters with no other one leaves out collectives, as for experts.
+        skips_itself: Whether a rank that shares its parameters with no other one uses them from the shard, as for experts.
+        inspects: Whether gradients are inspected when their reduction starts, so that there must be one on one rank too.
+        gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by operator.
     """
 
     mesh: DeviceMesh
@@ -163,6 +166,8 @@ class Topology:
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
     skips_itself: bool = False
+    inspects: bool = False
+    gathered: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # copies communicate over the same groups
@@ -220,17 +225,15 @@ class Topology:
         """Groups to gather over, one after the other, to assemble the shards."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return ()
-        if self.is_hfsdp:
-            assert self.outer is not None
-            return (self.outer, self.inner)
-        return (self.inner,)
+        groups = (self.outer, self.inner) if self.is_hfsdp else (self.inner,)
+        return tuple(group for group in groups if group is not None and group.size > 1)
 
     @property
     def replicas(self) -> Group | None:
         """Ranks that hold the same shard; None if no two do."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return self.every
-        return None if self.is_hfsdp else self.outer
+        return None if self.is_hfsdp or self.outer is None or self.outer.size == 1 else self.outer
 
     def announce(self, what: str, parameter: str | None = None) -> None:
         """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
@@ -328,12 +331,11 @@ class Topology:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
-        if self.is_alone and self.outer is None and not keeps_whole:
-            return ()
-        inner = ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
-        if self.outer is None:
-            return (inner,)
-        return (inner, ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+        stages = [ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)]
+        if self.outer is not None:
+            stages.append(ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+        deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
+        return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 
     # -- process groups -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,6 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import full_state_dict, load
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.megatron_states import PREFIX
 from mfsdp_compile.runtime import compat
 
 LAYERS, HIDDEN, FFN, VOCAB, EXPERTS = 3, 8, 12, 16, 2
@@ -134,6 +138,7 @@ def write_torch_dist(
     flattened: bool = True,
     swiglu: bool | None = True,
     groups: int = 2,
+    steps: Sequence[int] = (5, 5),
 ) -> dict[str, Tensor]:
     """Write a checkpoint of ``tp`` times two data-parallel ranks. Returns the full tensors, unflattened, by key."""
     generator = torch.Generator().manual_seed(tp)
@@ -152,6 +157,8 @@ def write_torch_dist(
         for state in ("exp_avg", "exp_avg_sq", "fp32_param"):
             name = f"optimizer.state.{state}.{key}"
             full[name] = torch.randn(param.shape, generator=generator)
+            if state == "exp_avg_sq":
+                full[name].abs_()
             pieces = blocks(full[name], grid)
             if not flattened:
                 writer.tensor(
@@ -174,7 +181,7 @@ def write_torch_dist(
     writer.value(0, "decoder.layers.self_attention.core_attention._extra_state/shard_0_1", [torch.ones(3)])
     writer.value(0, "dataset/consumed", [7])
     writer.close()
-    options = [{"lr": 1e-3, "weight_decay": 0.1 * i, "step": 5, "params": []} for i in range(groups)]
+    options = [{"lr": 1e-3, "weight_decay": 0.1 * i, "step": steps[i], "params": []} for i in range(groups)]
     common = {
         "args": argparse.Namespace(num_layers=LAYERS, params_dtype=torch.bfloat16),
         "iteration": 5,
@@ -189,3 +196,57 @@ def write_torch_dist(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"})
     )
     return full
+
+
+class Named(nn.Module):
+    """Parameters of a checkpoint's model, under its names."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for step in path:
+                if step not in dict(module.named_children()):
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return sum(((param * factor).float().square().sum() for param in self.parameters()), torch.zeros(()))
+
+
+def load_and_step(folder: str, steps: int, **settings: Any) -> dict[str, Any]:
+    """Load a converted checkpoint into a sharded model and its AdamW, and compare a step with plain AdamW, bitwise.
+
+    Args:
+        folder: The checkpoint, in fsdp_dtensor.
+        steps: Steps that the checkpoint has counted.
+        settings: Settings that AdamW should get from the checkpoint.
+
+    Returns:
+        The loaded weights.
+    """
+    reader = CheckpointReader(folder)
+    names = [key.removeprefix("model.module.") for key in reader if key.startswith("model.module.")]
+    model = fully_shard_model(Named({name: reader.shape(f"model.module.{name}") for name in names}))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    load(folder, model, optimizer)
+    loaded = {name: value.clone() for name, value in full_state_dict(model).items()}
+    model(torch.ones((), dtype=torch.bfloat16)).backward()
+    sharded = {name: param for name, param in model.module.named_parameters() if param.numel()}
+    plain = {}
+    for name, param in sharded.items():
+        state = {key: reader.tensor(f"optimizer.state.{PREFIX}{name}.{key}") for key in ("exp_avg", "exp_avg_sq")}
+        main = next(key for key in ("param", "fp32_param") if f"optimizer.state.{PREFIX}{name}.{key}" in reader)
+        plain[name] = nn.Parameter(reader.tensor(f"optimizer.state.{PREFIX}{name}.{main}"))
+        plain[name].grad = param.grad.full_tensor()
+        alone = torch.optim.AdamW([plain[name]], **{"lr": 0.01, **settings})
+        alone.state[plain[name]] = {"step": torch.tensor(float(steps)), **state}
+        alone.step()
+    optimizer.step()
+    stepped = full_state_dict(model, rank=None)
+    for name, param in plain.items():
+        assert torch.equal(stepped[name], param.detach()), name
+        assert not torch.equal(stepped[name], reader.tensor(f"model.module.{name}").float()), name
+    return {name: value.numpy() for name, value in loaded.items()}

@@ -69,7 +69,9 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
+    compat.guard_on_hooks()
     shells = find_shells(gm)
+    compat.compile_beyond_limit(_warn_of_limit)
     if not shells:
         if not ShardedModel.any_exists():
             warnings.warn(
@@ -77,9 +79,16 @@ def mfsdp(
                 "rank would train alone. Call fully_shard_model first.",
                 stacklevel=2,
             )
-        return _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
+        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
 
-    escaped = _escaped(gm, shells)
+        def run_alone(*args: Any) -> Any:
+            outputs = alone(*args)
+            GraphRun([], str(chosen)).watch_backward(outputs)
+            return outputs
+
+        return run_alone
+
+    escaped = _escaped(gm)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
     refused: dict[str, str] = {}
@@ -107,7 +116,7 @@ def mfsdp(
             with graphs.expecting_graph():
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            hand_out(outputs, owners)
+            hand_out(outputs, args)
         return outputs
 
     def run(*args: Any) -> Any:
@@ -123,15 +132,40 @@ def mfsdp(
                 stack.enter_context(graphs.expecting_graph())
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            hand_out(outputs, owners)
+            hand_out(outputs, args)
             return outputs
 
-    def hand_out(outputs: Sequence[Any], owners: Sequence[ShardedModel]) -> None:
-        for position, name in escaped.items():
-            for owner in owners:
-                owner.eager.hand_out(as_gathered(outputs[position], name))
+    def hand_out(outputs: Sequence[Any], args: Sequence[Any]) -> None:
+        for position, argument in escaped.items():
+            home: Home = args[argument].mfsdp_home
+            (owner,) = models_of([home.bucket])
+            owner.eager.hand_out(as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket)
 
     return run_served if served else run
+
+
+def _warn_of_limit(reached: compat.LimitReached) -> None:
+    """Warn of code that was compiled as often as a setting allows.
+
+    A rank that ran it eagerly would start other collectives than ranks that run its graphs. Ranks reach the limit at
+    different times, and find graphs for different inputs afterwards.
+    """
+    shapes = ", ".join(str(list(shape)) for shape in reached.shapes[:_SHOWN])
+    why = f"{reached.limit} graphs of {reached.code} are not for what it is called with now, tensors of {shapes or 'no shape'}"
+    if reached.setting == "recompile_limit":
+        warnings.warn(
+            f"{why}, and torch._dynamo.config.recompile_limit is {reached.limit}. It is compiled again, for sizes and "
+            "numbers that vary: if this rank ran it eagerly, it would start other collectives than ranks that run its "
+            f"graphs. Pass torch.compile(dynamic=True), or raise the limit. Last guard that failed: {reached.reason}",
+            stacklevel=2,
+        )
+    else:
+        warnings.warn(
+            f"{why}, and torch._dynamo.config.{reached.setting} is {reached.limit}. It runs eagerly from now on, which is "
+            "an error on all ranks if others run its graphs. Keep what varies constant or the same on all ranks, or "
+            f"raise the limit. Last guard that failed: {reached.reason}",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
@@ -453,17 +487,18 @@ def _like_served(bucket: Bucket) -> tuple[Tensor, ...]:
     return anchor.detach().requires_grad_(plan.requires_grad), full, *scales
 
 
-def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
-    """Return the parameters that a graph returns unchanged, by position.
+def _escaped(gm: fx.GraphModule) -> dict[int, int]:
+    """Return the positions of the parameters that a graph returns unchanged, among its outputs and its arguments.
 
     Code behind a graph break gets them, and may write to them.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target is torch.view_as_complex:
+            node = node.args[0]
         if isinstance(node, fx.Node) and node.target in MARKERS:
-            home = shells[placeholders.index(node.args[0])]
-            found[position] = home.bucket.splits[home.index].name
+            found[position] = placeholders.index(node.args[0])
     return found
 
 

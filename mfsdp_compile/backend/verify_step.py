@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.redistribute import as_real
 from mfsdp_compile.runtime.ranks.agreement import everyones
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def _differences(
             kinds = [f"{t.dtype} {list(t.shape)}" for t in (a, b)]
             yield name, float("inf"), f"{name} is {kinds[0]} eagerly and {kinds[1]} compiled"
             continue
+        a, b = as_real(a), as_real(b)
         if bool(((a == b) | (a.isnan() & b.isnan())).all()):
             yield name, 0.0, ""
             continue
@@ -175,7 +177,7 @@ def _kind(name: str) -> str:
 
 
 def _root_mean_square(tensors: Mapping[str, Tensor | None], kind: str) -> float:
-    held = [t.double() for name, t in tensors.items() if t is not None and _kind(name) == kind and t.numel()]
+    held = [as_real(t).double() for name, t in tensors.items() if t is not None and _kind(name) == kind and t.numel()]
     count = sum(t.numel() for t in held)
     return (sum(t.pow(2).sum().item() for t in held) / count) ** 0.5 if count else 0.0
 

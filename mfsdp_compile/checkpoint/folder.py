@@ -30,6 +30,7 @@ from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, has_others
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
@@ -47,6 +48,7 @@ LOCK_PATIENCE = 60.0
 it takes to remove an old checkpoint."""
 
 _LATEST = "latest"
+_SAVE = "a save of a checkpoint"
 _LOCK = ".lock"
 _log = logging.getLogger("mfsdp_compile")
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
@@ -85,7 +87,7 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs that have been named in a warning
+        self._told: set[str] = set()  # runs, and folders with a damaged manifest, that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -172,11 +174,12 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
-        except CheckpointException as error:
+            with watchdog.explaining(_SAVE):
+                dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except (CheckpointException, RuntimeError) as error:
             raise save.failed(error) from error
         finally:
-            save.lock.close()
+            save.until_done.close()
         return save.path
 
     def save_async(
@@ -200,10 +203,15 @@ class Checkpoints:
         done: Future[Path] = Future()
 
         def finish(written: Any) -> None:
-            save.lock.close()
             error = written.exception()
-            if isinstance(error, CheckpointException):
+            if isinstance(error, RuntimeError):
+                try:
+                    watchdog.explain(error, _SAVE)
+                except RuntimeError as explained:
+                    error = explained
+            if isinstance(error, (CheckpointException, RuntimeError)):
                 error = save.failed(error)
+            save.until_done.close()
             if error is not None:
                 _log.error(
                     "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
@@ -220,7 +228,7 @@ class Checkpoints:
         try:
             written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
-            save.lock.close()
+            save.until_done.close()
             raise
         self._under_way = done
         written.add_done_callback(finish)  # type: ignore[union-attr]
@@ -264,17 +272,36 @@ class Checkpoints:
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
+        with contextlib.ExitStack() as until_done:
+            until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
+            return self._prepared(step, sharded, optimizer, state, group, until_done)
+
+    def _prepared(
+        self,
+        step: int,
+        sharded: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        state: dict[str, Any],
+        group: dist.ProcessGroup,
+        until_done: contextlib.ExitStack,
+    ) -> _Save:
+        """Agree on the folder to write to.
+
+        Args:
+            until_done: What must be closed when the save is done. The result takes it over.
+        """
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
-        lock = contextlib.ExitStack()
-        if is_first:
+        lock = until_done.enter_context(contextlib.ExitStack())
+        if dist.get_rank(group) == 0:
             try:
                 with _locked(self.root):
                     chosen = [(*self._prepare(step, sharded.lineage, lock), None)]
             except Exception as error:  # the other ranks wait for it
                 lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        with watchdog.explaining(_SAVE):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, refusal = chosen[0]
         if refusal is not None:
             raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
@@ -292,7 +319,7 @@ class Checkpoints:
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
-        return _Save(state, writer, group, final, directory, lock)
+        return _Save(state, writer, group, final, directory, until_done.pop_all())
 
     def _prepare(self, step: int, lineage: Lineage, lock: contextlib.ExitStack) -> tuple[Path, Path, int]:
         """Create the folder to write to. Runs on the first rank, which holds the lock of the root.
@@ -308,8 +335,12 @@ class Checkpoints:
         for left in self.root.glob(".saving-*"):
             if left.is_symlink() or not left.is_dir() or not _is_locked(left):
                 remove(left)
-        complete, _ = self._find()
+        complete, damaged = self._find()
         self._warn_of_others(complete, lineage)
+        for path, error in damaged:
+            if path.name not in self._told:
+                self._told.add(path.name)
+                warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=5)
         serial = complete[-1][0].serial + 1 if complete else 0
         names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
         # A name is taken by an earlier checkpoint, which stays, or by a save of another job that is in progress.
@@ -325,6 +356,14 @@ class Checkpoints:
             if run in self._told:
                 continue
             self._told.add(run)
+            if run in lineage.refused:
+                warnings.warn(
+                    f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: {lineage.refused[run]} "
+                    f"This run, {lineage.run}, goes on from an earlier one, and does not remove them. Remove what is "
+                    "damaged, or move it elsewhere.",
+                    stacklevel=4,
+                )
+                continue
             warnings.warn(
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
@@ -373,7 +412,8 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
 
-        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits end
+        within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
@@ -390,14 +430,17 @@ class _Save:
     group: dist.ProcessGroup
     path: Path
     directory: Path
-    lock: contextlib.ExitStack
+    until_done: contextlib.ExitStack
 
-    def failed(self, error: CheckpointException) -> CheckpointError:
+    def failed(self, error: CheckpointException | RuntimeError) -> CheckpointError:
         """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
-        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
+        what = f"Saving {self.path} failed; earlier checkpoints are as they were"
+        if isinstance(error, CheckpointException):
+            return as_checkpoint_error(error, what)
+        return CheckpointError(f"{what}. {error}")
 
 
 @contextlib.contextmanager
@@ -459,5 +502,6 @@ def _manifest(
         rng=True,
         run=sharded.lineage.run,
         continues=sharded.lineage.continues,
+        refused=sharded.lineage.refused,
         optimizer=optimizer_name(optimizer) if optimizer is not None else None,
     )

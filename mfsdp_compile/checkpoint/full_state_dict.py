@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.optim.state import parameter_names
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
@@ -68,7 +73,7 @@ def _with_values(module: nn.Module, wholes: dict[str, Tensor]) -> dict[str, Any]
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with full tensors in CPU memory, gathered one by one. Collective.
+    """Return ``optimizer.state_dict()`` with full tensors in CPU memory, gathered bucket by bucket. Collective.
 
     Args:
         optimizer: Extended by ``fully_shard_optimizer``.
@@ -89,13 +94,11 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
             state[name][key] = copy
 
     with errors_for_all(_everyone(optimizer), "full_optimizer_state_dict") as deferred:
-        for name, held in sharded["state"].items():
-            for key, value in held.items():
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                if mine and isinstance(whole, Tensor) and deferred.error is None:
-                    with deferred.errors():
-                        put(copies.add((name, key), whole))
-                del whole
+        for place, whole in _wholes(optimizer, sharded["state"]):
+            if mine and deferred.error is None:
+                with deferred.errors():
+                    put(copies.add(place, whole))
+            del whole
         if deferred.error is None:
             put(copies.rest())
     return {**sharded, "state": state} if mine else {}
@@ -105,6 +108,37 @@ def _everyone(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup:
     """Return the ranks of the model that the optimizer steps."""
     owners = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
     return next(owner for owner in owners if isinstance(owner, ShardedModel)).everyone
+
+
+def _wholes(
+    optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]]
+) -> Iterator[tuple[tuple[Any, str], Tensor]]:
+    """Yield name of parameter and of state, and the full tensor, for each tensor of the state. A collective.
+
+    What is split like parameters is gathered by bucket, like them.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    homes: dict[Any, Home | None] = {
+        name: getattr(param, "mfsdp_home", None) for name, param in zip(parameter_names(optimizer), params, strict=True)
+    }
+    together: dict[tuple[Bucket, str, torch.dtype], dict[int, tuple[Any, RowShardedTensor]]] = {}
+    for name, held in state.items():
+        for key, value in held.items():
+            home = homes.get(name)
+            if (
+                isinstance(value, RowShardedTensor)
+                and home is not None
+                and value.row_split is home.bucket.splits[home.index]
+                and value.is_complex() == home.bucket.plan.is_complex
+            ):
+                together.setdefault((home.bucket, key, value.dtype), {})[home.index] = (name, value)
+            elif isinstance(value, Tensor):
+                yield (name, key), value.full_tensor() if isinstance(value, DTensor) else value
+    for (bucket, key, _), values in together.items():
+        parts = bucket.gather_shards({index: value.to_local() for index, (_, value) in values.items()}, f"all {key}")
+        for index, (name, _) in values.items():
+            yield (name, key), bucket.splits[index].assemble(parts[index])
+        del parts
 
 
 def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
 from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_generators
 from .manifest import Manifest, damaged_files, read_manifest
+from .megatron_states import PREFIX as MEGATRON_PREFIX
+from .megatron_states import MegatronStates
 
 __all__ = ["Restored", "as_checkpoint_error", "load"]
 
@@ -61,6 +64,9 @@ EXTRA_STATE = "_extra_state"
 
 _MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
 _NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
+
+MOST_TOLD = 400
+"""Characters of an error that are kept for later warnings."""
 
 PATIENCE = timedelta(hours=1)
 """Time for the slowest rank to check its share of the files."""
@@ -161,7 +167,15 @@ def load(
                 f"{directory} does not match its .metadata ({type(error).__name__}: {error}). Nothing was loaded."
             ) from error
 
-    agree(everyone, f"Loading {directory}", prepare, PATIENCE)
+    try:
+        agree(everyone, f"Loading {directory}", prepare, PATIENCE)
+    except Exception as error:
+        with contextlib.suppress(CheckpointError):
+            lineage = model.sharded.lineage
+            if (refused := read_manifest(directory)) is not None and not lineage.has(refused.run):
+                told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
+                lineage.refused[refused.run] = f"{directory.name}: {told}"
+        raise
     (found,) = loads
     try:
         with errors_for_all(everyone, f"Loading {directory}: the optimizer's state", PATIENCE):
@@ -339,7 +353,7 @@ class _Load:
         sharded.zero_gradients()  # they belong to other weights
         sharded.grad_sync.microbatches = 0
         if manifest is not None:
-            sharded.lineage.take_up((manifest.run, *manifest.continues))
+            sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)
         sharded.refresh()
         if self._generators:
             set_generators(self._generators)
@@ -395,8 +409,12 @@ class _LoadPlan:
         ] = []  # two names of one parameter, stored key of the second, target
         self._module = model.module
         self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
+        self._steps: dict[str, Tensor] = {}  # parameter's name -> its steps, where the checkpoint counts them by group
+        self._megatron_name: dict[str, str] = {}  # parameter's name -> its name in the checkpoint
         self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
+        names = {_inner(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        self._megatron = MegatronStates.of(reader, names)
         self._plan_model()
         if optimizer is not None:
             self._plan_optimizer(optimizer)
@@ -444,7 +462,7 @@ class _LoadPlan:
                     self._not_in_place[name] = found
                 else:
                     self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
-            elif self._fits(f"model.{name}", found, value.shape, value.dtype):
+            elif self._fits(f"model.{name}", found := self._best(name, found, value.dtype), value.shape, value.dtype):
                 own = params.get(name, buffers.get(name))
                 if own is None or _address(own) != _address(value):  # created by a hook of the module
                     self.staged[found] = _beside(value)
@@ -455,6 +473,13 @@ class _LoadPlan:
                 else:
                     self.in_place[found] = value
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
+
+    def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
+        """Return the key to load a weight from: that of its main weight, if this has the dtype of the shard."""
+        main = self._megatron.main_weights.get(_inner(name)) if self._megatron is not None else None
+        if main is None or not self._reader.is_tensor(main):
+            return key
+        return main if self._reader.dtype(main) == dtype else key
 
     def _of_model(self, prefix: str) -> dict[str, str]:
         """Return the stored keys by their names in the module, assuming that ``prefix`` precedes them."""
@@ -506,7 +531,8 @@ class _LoadPlan:
                 by_inner[_inner(name)] = first_name[id(param)]
         self._name_in_optimizer = by_inner
         self._optimizer_prefix = max(
-            ("module.", ""), key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix))
+            (MEGATRON_PREFIX, "module.", ""),
+            key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix)),
         )
         reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
         whole = whole_step_of(optimizer)
@@ -518,6 +544,8 @@ class _LoadPlan:
             owner = by_inner.get(name)
             if owner is None:
                 self.compared.unexpected.append(f"optimizer.{name}.{state}")
+                continue
+            if self._megatron is not None and self._megatron.is_main_weight(key):
                 continue
             with_state.add(owner)
             param = params[owner]
@@ -539,6 +567,10 @@ class _LoadPlan:
                     self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
                     dtype = param.dtype
                 self.staged[key] = _beside(param, dtype)
+            if self._megatron is not None:
+                self._megatron_name[owner] = name
+                if (step := self._megatron.step_of(name)) is not None:
+                    self._steps[owner] = step
         if with_state or not any(key.startswith("optimizer.") for key in self._stored):
             self.compared.missing += [
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
@@ -569,7 +601,7 @@ class _LoadPlan:
         New parameters take the settings of their group.
         """
         stored: dict[int, dict[str, Any]] = {}
-        for key in self._stored:
+        for key in self._stored if self._megatron is None else ():
             if key.startswith("optimizer.param_groups."):
                 number, *setting = self._path(key)[2:]
                 if str(number).isdecimal():  # else torch's form by parameter: the program's settings apply
@@ -589,9 +621,28 @@ class _LoadPlan:
                     "parameter groups as when it was saved. Nothing was loaded."
                 )
             settings = stored[sources.pop()] if sources else {}
+            if self._megatron is not None:
+                settings = self._megatron_settings(i, group)
             own: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
             groups.append({**group, **settings, **own})
         return groups
+
+    def _megatron_settings(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of Megatron's groups that a group of the optimizer has too."""
+        assert self._megatron is not None
+        names = [self._megatron_name.get(str(name).removeprefix(PREFIX)) for name in group["params"]]
+        found = [
+            {key: value for key, value in self._megatron.settings_of(name).items() if key in group}
+            for name in names
+            if name is not None
+        ]
+        if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
+            raise CheckpointError(
+                f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
+                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was saved. "
+                "Nothing was loaded."
+            )
+        return found[0] if found else {}
 
     # -- model and optimizer ------------------------------------------------------------------------------------------
 
@@ -634,6 +685,8 @@ class _LoadPlan:
         state: dict[str, dict[str, Any]] = {}
         for key, (name, *path) in self._state_of.items():
             compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), self.staged[key])
+        for name, step in self._steps.items():
+            state[f"module.{name}"].setdefault("step", step.clone())
         if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says
             state = {f"module.{name}": {} for name in self._name_in_optimizer.values()} | state
         return {"state": state, "param_groups": self._groups}
@@ -690,7 +743,7 @@ def _beside(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(tensor, RowShardedTensor):
         return torch.empty_like(tensor.detach(), dtype=dtype)
     local = torch.empty_like(tensor.to_local().detach(), dtype=dtype)
-    return RowShardedTensor.wrap(local, tensor.split, tensor.topology)
+    return RowShardedTensor.wrap(local, tensor.row_split, tensor.topology)
 
 
 def _describe(info: TensorStorageMetadata | BytesStorageMetadata) -> str:

@@ -84,6 +84,7 @@ class Manifest:
         run: The run that wrote it (:class:`~mfsdp_compile.runtime.run_lineage.Lineage`). Empty: a process that converted
             it.
         continues: Runs that this run continued, by loading their checkpoints.
+        refused: What was wrong with checkpoints of other runs that these runs could not load, by run.
         optimizer: Class of the optimizer whose state it contains. None: no optimizer, or unknown.
         files: Files, by name relative to the checkpoint.
     """
@@ -98,6 +99,7 @@ class Manifest:
     rng: bool
     run: str = ""
     continues: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
@@ -197,6 +199,7 @@ def _checked(directory: Path, found: dict[str, Any]) -> Manifest:
         rng=typed(found["rng"], bool, "rng"),
         run=text("run"),
         continues=tuple(safe_name(run, "a run") for run in typed(found["continues"], list, "continues")),
+        refused={safe_name(k): safe_name(v) for k, v in typed(found["refused"], dict, "refused").items()},
         optimizer=None if found["optimizer"] is None else text("optimizer"),
         files=files,
     )

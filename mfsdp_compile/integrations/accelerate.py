@@ -14,8 +14,9 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict
 from mfsdp_compile.wrapper import MegatronFSDP
@@ -26,6 +27,16 @@ FOLDER = "mfsdp"
 """Subfolder, in the folder that a trainer saves to, for the shards of the model and its optimizer."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "fsdp_version": (2, "only 2 is supported"),
+    "ignored_modules": (None, "pass fully_shard_model ignored_params"),
+    "activation_checkpointing": (False, "checkpoint activations in the model, before it is sharded"),
+    "cpu_ram_efficient_loading": (False, "shard a model on the meta device (init_model_with_meta_device)"),
+    "min_num_params": (0, "pass fully_shard_model unit_bytes"),
+}
+"""Settings of accelerate's plugin that have no counterpart: the value that is accepted, and what to do instead."""
 
 
 class MfsdpAccelerator(accelerate.Accelerator):
@@ -39,7 +50,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged.
+    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged. If accelerate is
+    configured for FSDP2 (``fsdp_plugin``), pass :meth:`sharding_arguments` to ``fully_shard_model``.
     ``mixed_precision`` must be a dtype that the sharded model computes in; there is no autocast. ``save_state`` writes
     shards to :data:`FOLDER`, which can be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return
     and write the whole model, on the first rank.
@@ -48,20 +60,42 @@ class MfsdpAccelerator(accelerate.Accelerator):
     _models: list[nn.Module]
     _optimizers: list[Any]
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare objects as accelerate does, and sharded models with :meth:`prepare_model`.
+    def __init__(self, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
+        self._fsdp = fsdp_plugin
+        if self.distributed_type == DistributedType.FSDP:  # the model is sharded here, not by torch's FSDP
+            self._fsdp = self.state.fsdp_plugin
+            self.state.distributed_type = DistributedType.MULTI_GPU
+
+    def sharding_arguments(self) -> dict[str, Any]:
+        """Return arguments of ``fully_shard_model`` that do what accelerate's configuration of FSDP2 asks for.
+
+        Empty if accelerate is not configured for FSDP.
 
         Raises:
-            ValueError: If accelerate is configured to shard a model that is sharded already.
+            ValueError: If the configuration asks for what is not supported here. The message lists all of it.
         """
-        if self.distributed_type == DistributedType.FSDP and any(sharded_model(arg) is not None for arg in args):
+        plugin = self._fsdp
+        if plugin is None:
+            return {}
+        complaints = [
+            f"{name}={getattr(plugin, name)!r}: {instead}"
+            for name, (default, instead) in _REFUSED.items()
+            if getattr(plugin, name) not in (default, None)
+        ]
+        if complaints:
             raise ValueError(
-                "accelerate is configured to shard with torch's FSDP, but fully_shard_model has sharded the model already. "
-                "Remove fsdp_plugin from the Accelerator (or use_fsdp from accelerate's configuration, or "
-                "ACCELERATE_USE_FSDP from the environment). Instead of fsdp_offload_params, pass fully_shard_model "
-                "offload_policy=CPUOffloadPolicy()."
+                "mfsdp_compile cannot do what accelerate's fsdp_plugin asks for:\n"
+                + "\n".join(f"  {complaint}" for complaint in complaints)
             )
-        return super().prepare(*args, **kwargs)
+        arguments: dict[str, Any] = {
+            "fsdp_unit_modules": plugin.transformer_cls_names_to_wrap or "auto",
+            "reshard_after_forward": plugin.reshard_after_forward,
+            "offload_policy": plugin.cpu_offload,
+        }
+        if plugin.mixed_precision_policy is not None:
+            arguments["mixed_precision_policy"] = plugin.mixed_precision_policy
+        return arguments
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -81,6 +115,12 @@ class MfsdpAccelerator(accelerate.Accelerator):
                 "model is compiled by torch.compile(model, backend='mfsdp'), before prepare. Remove dynamo_backend "
                 "from the Accelerator (or of accelerate's configuration, or ACCELERATE_DYNAMO_BACKEND out of the "
                 "environment)."
+            )
+        offloaded = {bucket.plan.offload is not None for bucket in sharded.sharded.buckets}
+        if self._fsdp is not None and offloaded != {isinstance(self._fsdp.cpu_offload, CPUOffloadPolicy)}:
+            raise ValueError(
+                f"accelerate's fsdp_plugin has cpu_offload={self._fsdp.cpu_offload!r}, but the model was sharded "
+                "otherwise. Shard it with fully_shard_model(model, **accelerator.sharding_arguments())."
             )
         dtypes = {bucket.plan.compute_dtype for bucket in sharded.sharded.buckets}
         if self.mixed_precision != "no" and _DTYPES.get(self.mixed_precision) not in dtypes:

@@ -28,6 +28,7 @@ try:
     from .nccl import *
     from .optim import *
     from .pytree import *
+    from .recompilation import *
     from .regions import *
     from .stores import *
     from .tensors import *

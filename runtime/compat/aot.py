@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import _current_autograd_node
+from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
+    "allow_another_backward",
     "compile_with_aot_eager",
     "flop_formula",
     "is_backward_node",
@@ -82,6 +85,7 @@ def compile_with_aot_eager(
 
     The graphs take their arguments out of a list, so that tensors saved for backward are freed after their last use.
     """
+    import torch._functorch.config as functorch_config
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -96,7 +100,37 @@ def compile_with_aot_eager(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
+    with functorch_config.patch(donated_buffer=False):  # operators write to nothing that forward saved
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
+
+
+_DONATED, _COPIES = "_mfsdp_donated", "_mfsdp_copies"
+
+
+def allow_another_backward() -> None:
+    """Let compiled code run its backward again, if the backward that begins is to retain the graph.
+
+    To be called by a hook in front of the autograd node of compiled code. Inductor's backward writes to tensors that
+    forward saved ("donated buffers"), and torch refuses to retain the graph of such code, unless its first backward
+    retains: then it compiles the backward without such writes. Here, a backward that retains copies these tensors first,
+    and the next one restores them.
+    """
+    node: Any = _current_autograd_node()
+    copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = vars(node).pop(_COPIES, None)
+    for storage, copy in copies or ():
+        storage.copy_(copy)
+    code = node._forward_cls
+    if not _get_current_graph_task_keep_graph() or code.compiled_bw is None:
+        return
+    metadata = code.metadata
+    if metadata.bw_donated_idxs != []:
+        setattr(code, _DONATED, metadata.bw_donated_idxs or [])  # None: there are none either
+        metadata.bw_donated_idxs = []  # else torch raises
+    if copies is None:
+        saved, symbols = [*node.saved_tensors, *node._tensors_no_vc_check], metadata.num_symints_saved_for_bw
+        donated = [saved[index - symbols].untyped_storage() for index in getattr(code, _DONATED, ())]
+        copies = [(storage, storage.clone()) for storage in {each.data_ptr(): each for each in donated}.values()]
+    setattr(node, _COPIES, copies)
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
+    return_and_correct_aliasing,
 )
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from .autograd import in_backward
 from .version import MODULE_FILE
 
 __all__ = [
@@ -27,8 +30,13 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "in_call_of",
+    "in_recomputation",
+    "is_called_by_backward",
+    "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
+    "refuses_shared_memory",
+    "return_and_correct_aliasing",
     "run_higher_order",
     "without_modes",
 ]
@@ -67,6 +75,20 @@ def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
     return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
 
 
+_REFUSE_SHARED_MEMORY = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
+
+
+def refuses_shared_memory(operator: Any) -> bool:
+    """Whether a higher-order operator refuses bodies whose operands share memory."""
+    return isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() in _REFUSE_SHARED_MEMORY
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
+    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return composite
+
+
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
     """Whether this thread is inside the call of one of ``modules``.
 
@@ -82,3 +104,38 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+_CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
+
+
+def in_recomputation() -> bool:
+    """Whether this thread is inside a function that activation checkpointing computes again, in backward."""
+    if not in_backward():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT_FILE and code.co_name in ("recompute_fn", "backward"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_RUNTIME = str(__package__).rpartition(".")[0]
+_OPERATOR_METHODS = ("__torch_dispatch__", "__torch_function__")
+
+
+def is_called_by_backward() -> bool:
+    """Whether Python code that a backward calls (a hook, a custom function) has called the running operator.
+
+    The other callers are autograd itself, for a derivative, and a function that activation checkpointing computes again.
+    The operator is one of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and (
+        str(frame.f_globals.get("__package__")).startswith(_RUNTIME) or frame.f_code.co_name in _OPERATOR_METHODS
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    by_autograd = frame is None or frame.f_code is _engine_run_backward.__code__
+    return not by_autograd and not in_recomputation()

@@ -43,9 +43,11 @@ __all__ = [
     "all_to_all_autograd",
     "collectives_started",
     "configured_options",
+    "count_again",
     "device_type",
     "device_types",
     "fake_process_group",
+    "is_own",
     "is_real_group",
     "is_simulated",
     "known_groups",
@@ -120,6 +122,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
+def is_own(group: dist.ProcessGroup) -> bool:
+    """Whether :func:`new_group` has made a group."""
+    return group.group_desc == _OWN
+
+
 def known_groups() -> dict[str, list[int]]:
     """Return the ranks of every process group that this rank is in, by name."""
     groups = [group for group in _world.pg_map if dist.get_rank(group) >= 0]
@@ -141,6 +148,11 @@ def collectives_started(group: dist.ProcessGroup) -> int:
 
 _counted_by_backend: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 """The backends that count their collectives, for groups that do not. Asking the others raises, which takes long."""
+
+
+def count_again(group: dist.ProcessGroup) -> None:
+    """Count the collectives of a group from now on by the backends that it has now."""
+    _counted_by_backend.pop(group, None)
 
 
 def _counting_backends(group: dist.ProcessGroup) -> list[Any]:
@@ -290,7 +302,7 @@ def new_group(
             backend_options=options,
             timeout=timeout or _get_default_timeout(backend),
             device_id=device,
-            group_desc="mfsdp",
+            group_desc=_OWN,
         )
     finally:
         default.bound_device_id = device
@@ -298,6 +310,7 @@ def new_group(
     return made
 
 
+_OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "graph_argument",
     "graph_break",
     "graph_break_reasons",
+    "guard_on_hooks",
     "inner_exception",
     "is_dynamo_disabled",
     "is_fake",
@@ -55,8 +56,10 @@ __all__ = [
     "on_values",
     "python_only",
     "quiet",
+    "read_not_traced",
     "requires_grad",
     "sets_state",
+    "traces_for_others",
     "tracing_fake_mode",
     "uncompiled",
     "where_not_traceable",
@@ -88,6 +91,33 @@ def graph_break(message: str) -> Exception:
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
 
 
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+)
+"""Hooks of all modules of the process, in ``torch.nn.modules.module``."""
+
+
+def guard_on_hooks() -> None:
+    """Have the code that is being compiled compiled again when hooks of its modules are registered or removed.
+
+    By default, Dynamo does not guard on modules that have no hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``):
+    hooks that are registered after the first call would not run. To be called by a backend.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    assumed = []
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        source = guard.originating_source
+        is_global = isinstance(source, AttrSource) and source.member in _GLOBAL_HOOKS
+        if is_global or guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
+            assumed.append(source)
+    install_guard(*(source.make_guard(GuardBuilder.SEQUENCE_LENGTH) for source in assumed))
+
+
 def dynamo_traces() -> bool:
     """Whether this thread is compiling."""
     return TracingContext.try_get() is not None
@@ -100,6 +130,39 @@ def python_only(function: Any) -> Any:
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
+
+
+def read_not_traced(getter: Callable[[Any], Any]) -> property:
+    """Return a property that Dynamo reads, again at each call of the compiled code, instead of tracing its getter.
+
+    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__`` is,
+    and it calls ``__missing__``.
+    """
+    return property(_Getter(getter).__getitem__)
+
+
+class _Getter(dict[Any, Any]):
+    def __init__(self, getter: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._getter = python_only(getter)
+
+    def __missing__(self, instance: Any) -> Any:
+        return self._getter(instance)
+
+
+python_only(_Getter.__missing__)
+
+
+@torch._dynamo.assume_constant_result
+def traces_for_others() -> bool:
+    """Whether Dynamo traces for another backend than this package's; a constant to the code that it traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    for attribute in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        while (inner := getattr(backend, attribute, None)) is not None:
+            backend = inner
+    return not str(getattr(backend, "__module__", "")).startswith("mfsdp_compile.")
 
 
 def without_compilation() -> contextlib.AbstractContextManager[Any]:

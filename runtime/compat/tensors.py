@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._state_dict_utils import _broadcast_state_dict, _TensorInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,6 +27,7 @@ __all__ = [
     "RowShard",
     "StorageWeakRef",
     "TensorMeta",
+    "apart",
     "concatenate_meshes",
     "copy_each",
     "dtensor_of",
@@ -91,6 +94,13 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory, with a storage of its own that ends where the dense ``tensor`` does."""
+    size, start = tensor.element_size(), tensor.storage_offset()
+    own = tensor.untyped_storage()[start * size : (start + tensor.numel()) * size]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
 def references_to(storage: torch.UntypedStorage) -> int:
     """Return the number of tensors and other objects that keep a storage alive, on the C++ side."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -131,6 +141,7 @@ class RowShard(Shard):
         return repr(self) if self.dims > 1 else super().__str__()
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        _check_broadcast_state_dict()
         if self.rows is None:
             return curr_local_size, 0
         if self.dims > 1:
@@ -143,6 +154,54 @@ class RowShard(Shard):
 
 
 EVERY_ROW = RowShard(None)
+
+
+def _check_broadcast_state_dict() -> None:
+    """Refuse a state dict that rank 0 broadcasts if it does not fit, before torch's helper writes into the first parameter.
+
+    The helper of ``torch.distributed.checkpoint.state_dict`` asks the placement of each parameter for rows, and copies
+    these into the parameter. Names and shapes are compared only after that, by ``load_state_dict``, and on rank 0 only if
+    names are unexpected. All ranks know them when the helper asks for the first time.
+
+    Raises:
+        RuntimeError: On all ranks.
+    """
+    frame = sys._getframe(2)
+    for _ in range(8):
+        if frame.f_code is _broadcast_state_dict.__code__:
+            break
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    else:
+        return
+    call = frame.f_locals
+    broadcast, targets = call["ret"], call["local_state_dict"]
+    if call["keys"][0] != next(key for key in broadcast if isinstance(targets.get(key), (DTensor, tuple))):
+        return  # not the first
+    model = frame.f_back.f_locals.get("model") if frame.f_back is not None else None
+    state = {
+        **targets,
+        **(model.state_dict() if isinstance(model, nn.Module) else {}),
+    }  # buffers are replaced in targets
+    shapes = {
+        key: value.size if isinstance(value, _TensorInfo) else value.shape
+        for key, value in broadcast.items()
+        if isinstance(value, (_TensorInfo, Tensor))
+    }
+    complaints = [
+        f"{key} has shape {tuple(shape)} there, {tuple(state[key].shape)} here"
+        for key, shape in shapes.items()
+        if key in targets and isinstance(state[key], Tensor) and state[key].shape != shape
+    ]
+    if call["strict"]:
+        complaints += [f"{key} is missing there" for key in targets if key not in broadcast]
+        complaints += [f"{key} is unknown here" for key in broadcast if key not in targets]
+    if complaints:
+        more = f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
+        raise RuntimeError(
+            f"The state dict that rank 0 broadcasts does not fit: {'; '.join(complaints[:8])}{more}. Nothing was loaded."
+        )
 
 
 def local_shape_and_offset(

@@ -12,9 +12,14 @@ Memory
     to zero; code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time,
     and the last unit of a forward stays gathered for the backward that follows.
 
-    Tensors are packed by hooks, which cost more than anything else here. They are active in the windows of modules that
-    hold parameters, because these are where parameters are used. If a bucket is still referenced when it is released, a
-    module has used another one's parameters, and from the next forward on hooks are active everywhere.
+    Tensors are packed by hooks, which cost more than anything else here. They are active from the first read of a
+    parameter in a module's window to the end of that window, because this is where parameters are used. If a bucket is
+    still referenced when it is released, a module has used what another one returned, and from the next forward on hooks
+    are active everywhere.
+
+    What other code keeps of an earlier forward stays in memory: what a function's ``ctx``, a closure or a module holds.
+    It is a :class:`OutdatedParameter`, which only a backward may use, while the shards have the values that were
+    gathered.
 
 Joined units
     A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
@@ -50,7 +55,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +68,13 @@ from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
+from ..memory.redistribute import as_real
+from ..memory.tensor import hooks_of_parameters
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
+from ..owner import ModuleRef, Owned, Owner, refuse_dropped
 from ..ranks.conduct import Announcement
 from ..topology import Group
-
-if TYPE_CHECKING:
-    from ..owner import Owner
 
 __all__ = [
     "EagerPolicy",
@@ -110,7 +115,7 @@ class EagerUnit:
     """
 
     name: str
-    modules: tuple[nn.Module, ...]
+    modules: tuple[ModuleRef, ...]
     is_root: bool
     buckets: tuple[Bucket, ...]
     is_module: bool = False
@@ -155,6 +160,8 @@ class _Gathered:
     content: int = 0  # version of ``full`` right after the gather
     attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
+    apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    """Parameters with storage of their own, and their versions, by index and whether they train."""
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
@@ -169,7 +176,7 @@ class _Gathered:
     def is_used(self) -> bool:
         """Whether anything else refers to the gathered bucket."""
         assert self.full is not None
-        ours = sum(param is not None for param in self.attached)
+        ours = sum(param is not None for param in self.attached) + len(self.apart)
         return compat.references_to(self.full.untyped_storage()) > self.references + ours
 
 
@@ -189,19 +196,19 @@ class Window:
     """What the forward of one module means to the eager path.
 
     Args:
+        owner: The model, which its modules keep alive by their windows.
         runtime: Eager runtime of the model.
         module: The module.
         unit: Unit whose window the module is, if any.
         owns: Buckets of the root that hold parameters of the module.
-        has_parameters: Whether the module holds parameters.
         is_root: Whether the module is the model itself.
     """
 
+    owner: Owner
     runtime: EagerRuntime
-    module: nn.Module
+    module: ModuleRef
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
-    has_parameters: bool
     is_root: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
@@ -212,7 +219,7 @@ class Window:
             return found
         duplicate = memo[id(self)] = object.__new__(Window)
         of = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self) if f.name != "runtime"}
-        Window.__init__(duplicate, runtime, **of)
+        Window.__init__(duplicate, runtime=runtime, **of)
         return duplicate
 
     def describe(self) -> str:
@@ -309,7 +316,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class EagerRuntime:
+class EagerRuntime(Owned):
     """Gathers and releases buckets of one model as its modules run.
 
     Args:
@@ -318,23 +325,20 @@ class EagerRuntime:
         policy: Limits on prefetches and reductions.
     """
 
-    owner: Owner
-    """The sharded model, which sets this attribute."""
-
     def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: EagerPolicy) -> None:
         self.units = tuple(units)
-        self.modules = frozenset(modules)
+        self.modules = weakref.WeakSet(modules)
         self.policy = policy
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._lent = frozenset(
             bucket
             for bucket in self._numbers
-            if any(compat.transformer_engine.is_layer(type(site.module)) for sites in bucket.sites for site in sites)
+            if any(compat.transformer_engine.is_layer(type(module)) for _, module, _ in bucket.holders())
         )
         self._depth = 0
         self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
-        self._hooks_everywhere = False  # else in windows of modules that hold parameters
+        self._hooks_everywhere = False  # else in windows that have read parameters
         self._learns_hooks = False  # whether this forward tells if hooks are needed everywhere
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
@@ -348,14 +352,15 @@ class EagerRuntime:
         self._controls = {unit: UnitControl() for unit in self.units}
         self._held: set[EagerUnit] = set()  # by unshard(), until their next forward
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
-        self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
-        self._windows_of: dict[EagerUnit | Bucket, list[Window]] = {}
+        self._complete: set[Bucket] = set()  # whose gradients the running backward has computed
+        self._ran: dict[EagerUnit | Bucket, weakref.WeakSet[Window]] = {}
+        self._windows_of: dict[EagerUnit | Bucket, weakref.WeakKeyDictionary[Window, None]] = {}  # in order
         self._reductions: deque[_RunningReduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
-        self._handed_out: list[weakref.ref[Tensor]] = []
+        self._handed_out: list[tuple[weakref.ref[Tensor], Bucket, int]] = []  # with the version of the shard
         self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
         self._learn(self.units)
 
@@ -363,7 +368,16 @@ class EagerRuntime:
 
     def in_forward(self) -> bool:
         """Whether the code that reads a parameter belongs to the model's forward."""
-        return self._depth > 0 or compat.in_call_of(self.modules)
+        return self._depth > 0 or compat.in_call_of(self.modules) or compat.in_recomputation()
+
+    def is_in_use(self, bucket: Bucket) -> bool:
+        """Whether code that reads a parameter of the bucket from its module gets the gathered one.
+
+        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module. Hooks
+        of parameters get shards, so they read shards too.
+        """
+        in_backward = compat.in_backward() and not hooks_of_parameters.run
+        return self._depth > 0 or in_backward or self.holds(bucket) or compat.in_call_of(self.modules)
 
     @property
     def is_in_window(self) -> bool:
@@ -371,7 +385,7 @@ class EagerRuntime:
 
     def add_window(self, window: Window) -> None:
         for part in window.parts:
-            self._windows_of.setdefault(part, []).append(window)
+            self._windows_of.setdefault(part, weakref.WeakKeyDictionary())[window] = None
 
     @compat.python_only
     def enter(self, window: Window) -> None:
@@ -393,7 +407,7 @@ class EagerRuntime:
                 self.owner.failed(error)
             raise
         self._depth += 1
-        if window.has_parameters or self._hooks_everywhere:
+        if self._hooks_everywhere:
             self._hook()
 
     @compat.python_only
@@ -404,7 +418,7 @@ class EagerRuntime:
             self._unhook()
         if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
             for part in window.parts:
-                ran = self._ran.setdefault(part, set())
+                ran = self._ran.setdefault(part, weakref.WeakSet())
                 ran.add(window)
                 if len(ran) == len(self._windows_of[part]):
                     self._idle.append(part if isinstance(part, EagerUnit) else self._unit_of[part])
@@ -424,8 +438,8 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
-                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
+                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
                 "forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
@@ -455,7 +469,12 @@ class EagerRuntime:
         """
         if self._hooked_at:
             return
-        if compat.hook_saved_tensors(self._pack, self._unpack):
+        owner = self.owner  # as long as a graph may need parameters
+
+        def unpack(packed: _Saved) -> Tensor:
+            return owner.eager._unpack(packed)
+
+        if compat.hook_saved_tensors(self._pack, unpack):
             self._hooked_at = self._depth
         else:
             self._learns_hooks = False
@@ -527,6 +546,7 @@ class EagerRuntime:
         self._begun.clear()
         self._ran.clear()
         self._order.clear()
+        self._complete.clear()
 
     def abandon(self) -> None:
         """Like :meth:`reset`, but without waiting: other ranks may not take part in the running collectives."""
@@ -590,8 +610,7 @@ class EagerRuntime:
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
         bucket, index = home.bucket, home.index
-        state = self._gather(bucket, Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed: both are used
-        self._last_read = state.unit
+        state = self._gather_to_read(bucket)
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             ordinary = bucket.wrappers[index] is None and bucket.extension is None
             return self._plain(bucket, state, index) if ordinary else self._wrapped(home, state)
@@ -600,6 +619,41 @@ class EagerRuntime:
             return self._attach_again(bucket, state, index)
         state.attached[index] = None
         return param
+
+    def _gather_to_read(self, bucket: Bucket) -> _Gathered:
+        if not self._hooked_at and self._depth:
+            self._hook()
+        if in_backward := compat.in_backward():
+            self.owner.grad_sync.enter_backward()  # its end releases what is gathered here
+        state = self._gather(bucket, Planes.BOTH if in_backward else Planes.ROWS)  # recomputed: both are used
+        self._last_read = state.unit
+        return state
+
+    def read_apart(self, home: Home) -> Tensor:
+        """Like :meth:`read`, for code that another compiler has made: the same tensor while the bucket stays gathered.
+
+        Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that share
+        storage.
+        """
+        bucket, index = home.bucket, home.index
+        state, trains = self._gather_to_read(bucket), bucket.trains[index]
+        if self._depth and not (state.unit.is_root or state.unit in self._idle or compat.in_backward()):
+            self._idle.append(state.unit)  # its forward may be a part of the compiled code
+        if (index, trains) not in state.apart:
+            param = self._apart(bucket, state, index, trains)
+            state.apart[index, trains] = param, param._version
+        return state.apart[index, trains][0]
+
+    @_unseen
+    @_as_parameters
+    def _apart(self, bucket: Bucket, state: _Gathered, index: int, trains: bool) -> Tensor:
+        param = compat.apart(self._presented(bucket, state, index))
+        if address := compat.storage_address(param):
+            self._by_storage[address] = bucket
+        if trains:
+            with torch.enable_grad():  # guards expect the same outside of a context that the code enters
+                (param,) = _Attach.apply([param], self._anchors_of(bucket)[index])
+        return self._given(bucket, index, param)
 
     @_unseen
     @_as_parameters
@@ -672,30 +726,35 @@ class EagerRuntime:
         name = bucket.plan.layout.slots[index].name
         if bucket.extension is not None and type(param) is not Tensor:
             vars(param).update(_is_param=True, mfsdp_name=name)  # isinstance(module.weight, nn.Parameter) holds
-            self.hand_out(param)
+            self.hand_out(param, bucket)
             return param
         if (wrapper := bucket.wrappers[index]) is not None:
             self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
             return param
-        self.hand_out(as_gathered(param, name))
+        self.hand_out(as_gathered(param, name), bucket)
         return param
 
-    def hand_out(self, param: Tensor) -> None:
-        """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
-        self._handed_out.append(weakref.ref(param))
+    def hand_out(self, param: Tensor, bucket: Bucket) -> None:
+        """Record that a forward was given this gathered parameter, which is outdated when the next one begins."""
+        self._handed_out.append((weakref.ref(param), bucket, bucket.flat._version))
+
+    def hand_out_again(self, param: Tensor, bucket: Bucket, version: int) -> None:
+        """Record that a backward uses an outdated parameter, of this version of the shard, until the next forward."""
+        self._handed_out.append((weakref.ref(param), bucket, version))
 
     def _retire_handed_out(self) -> None:
         for state in self._gathered.values():
-            state.attached = []  # of a unit that was read outside of forwards; the next forward gets others
-        for kept in self._handed_out:
+            state.attached, state.apart = (
+                [],
+                {},
+            )  # of a unit that was read outside of forwards; the next forward gets others
+        for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
-                param.__class__ = OutdatedParameter
+                OutdatedParameter.replace(param, self, bucket, version)
         self._handed_out.clear()
         for wrapped, wrapper, name in self._handed_out_wrapped:
             if (tensor := wrapped()) is not None:
-                outdated = as_gathered(torch.empty(0), name)
-                outdated.__class__ = OutdatedParameter
-                wrapper.retire(tensor, outdated)
+                wrapper.retire(tensor, OutdatedParameter.in_wrapper(name))
         self._handed_out_wrapped.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -726,11 +785,11 @@ class EagerRuntime:
 
     def _window_of(self, home: Home) -> Window:
         """Return the window whose end releases a parameter."""
-        unit, module = self._unit_of[home.bucket], home.bucket.sites[home.index][0].module
+        unit, module = self._unit_of[home.bucket], home.bucket.sites[home.index][0].holder()
         if unit.is_root:
-            return next(window for window in self._windows_of[home.bucket] if window.module is module)
+            return next(window for window in self._windows_of[home.bucket] if window.module() is module)
         first, *others = self._windows_of[unit]
-        of_module = (window for window in others if any(module is inside for inside in window.module.modules()))
+        of_module = (window for window in others if _is_inside(module, window.module()))
         return next(of_module, first)
 
     def _leave_served(self, window: Window, kind: Any, error: BaseException | None, _: Any) -> None:
@@ -826,6 +885,8 @@ class EagerRuntime:
             if capacity:
                 enter_pool(self.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            if not bucket.exchange.gather_group:  # one rank
+                return shard.to(bucket.exchange.sent_dtype, copy=True)
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def _gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> _Gathered:
@@ -882,14 +943,17 @@ class EagerRuntime:
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
         following = self._following(unit, in_backward)
+        if in_backward:
+            following = [each for each in following if not self._complete.issuperset(each.buckets)]
         for each in following:
             if self._may_prefetch(each):
                 self._start(each)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
-            # such event, so they are released when another unit is gathered.
+            # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
             for other, gathered in list(self._gathered.items()):
-                if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit not in following:
+                is_done = not other.plan.requires_grad or other in self._complete
+                if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self._release_checked(other)
         return state
 
@@ -946,11 +1010,12 @@ class EagerRuntime:
     def _release_checked(self, bucket: Bucket) -> None:
         state = self._gathered.get(bucket)
         self._release_bucket(bucket)
-        if state is not None and self._depth > 0:
-            if self._is_written(state):
-                self._refuse_writes(bucket)
-            if state.version == bucket.flat._version:
-                self._check_content(bucket, state)
+        if state is None:
+            return
+        if (self._depth > 0 or compat.in_backward()) and self._is_written(state):
+            self._refuse_writes(bucket)
+        if self._depth > 0 and state.version == bucket.flat._version:
+            self._check_content(bucket, state)
 
     def _release_bucket(self, bucket: Bucket) -> None:
         state = self._gathered.pop(bucket, None)
@@ -960,7 +1025,8 @@ class EagerRuntime:
             compat.wait_tensor(state.started)
         if state.full is None:
             return
-        for tensor in (state.full, *(state.made.leaves if state.made is not None else ())):
+        apart = [param for param, _ in state.apart.values()]
+        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
             if address := compat.storage_address(tensor):
                 self._by_storage.pop(address, None)
         if self._learns_hooks and not self._hooks_everywhere and state.is_used:
@@ -969,10 +1035,16 @@ class EagerRuntime:
             self._hooks_everywhere = True
 
     def _is_written(self, state: _Gathered) -> bool:
-        return state.full is not None and state.full._version != state.content
+        is_written = state.full is not None and state.full._version != state.content
+        return is_written or any(param._version != version for param, version in state.apart.values())
 
     def _refuse_writes(self, bucket: Bucket) -> None:
-        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        try:
+            refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        except RuntimeError as error:
+            if compat.in_backward():  # nothing else catches it
+                self.owner.failed(error)
+            raise
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
         """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
@@ -1019,13 +1091,20 @@ class EagerRuntime:
         leaf = (
             made.leaf_of(tensor) if bucket is not None and (made := self._gathered[bucket].made) is not None else None
         )
-        has_dtype = bucket is not None and tensor.dtype in (bucket.plan.held_dtype, quantize.DTYPE)
+        if bucket is not None and (tensor.is_conj() or tensor.is_neg()):  # the memory does not hold the values
+            bucket, tensor = None, tensor.resolve_conj().resolve_neg()
+        own = () if bucket is None else (bucket.plan.held_dtype, quantize.DTYPE, bucket.plan.given_dtype)
+        has_dtype = tensor.dtype in own
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
         version, size = self._gathered[bucket].version, tuple(tensor.shape)
-        place = tensor.stride(), tensor.storage_offset(), tensor.dtype
+        offset = tensor.storage_offset()
+        if leaf is None:  # the storage may be that of a parameter apart
+            start = compat.storage_address(self._gathered[bucket].full)
+            offset = (tensor.data_ptr() - start) // tensor.element_size()
+        place = tensor.stride(), offset, tensor.dtype
         return _SavedView(bucket, version, size, *place, -1 if leaf is None else leaf)
 
     def _plane_of(self, inside: Iterable[Tensor]) -> _SavedPlane | None:
@@ -1064,11 +1143,7 @@ class EagerRuntime:
             return tensor
         bucket = packed.bucket
         columns = isinstance(packed, _SavedPlane) and packed.columns
-        if bucket.flat._version != packed.version:
-            raise RuntimeError(
-                f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
-                "optimizer step?), so that gradients cannot be computed for the values that forward used."
-            )
+        _check_version(bucket, packed.version)
         self.owner.grad_sync.enter_backward()
         state = self._gather(bucket, Planes.COLUMNS if columns else Planes.ROWS)
         full = state.full
@@ -1106,7 +1181,8 @@ class EagerRuntime:
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
             self._accumulate(bucket, packed, used)
-        self._release_bucket(bucket)
+        self._complete.add(bucket)
+        self._release_checked(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
             self._take_in()
@@ -1178,7 +1254,7 @@ class EagerRuntime:
         gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
         if (hook := self._controls[self._unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
-                hook(gradient)
+                hooks_of_parameters.call(hook, gradient)
         offload = bucket.plan.offload
         return gradient if offload is None else host.offload(gradient, offload.pins)
 
@@ -1188,6 +1264,7 @@ class EagerRuntime:
 
     def finish_backward(self) -> None:
         self.finish_reductions()
+        self._complete.clear()
         for unit in self.units:
             self._release(unit)
         self._portions.clear()
@@ -1216,16 +1293,16 @@ class EagerRuntime:
 
 
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
-    """Raise RuntimeError because forward has written to a parameter of ``unit``, one of ``names``."""
+    """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""
     raise RuntimeError(
-        f"Forward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
+        f"Forward or backward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
         "it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
-        "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
+        "hold what they write to in a buffer. An nn.Embedding with max_norm writes too."
     )
 
 
 class GatheredParameter(nn.Parameter):
-    """The value of ``module.weight`` inside a forward: an ordinary tensor, except that writes through ``.data`` raise.
+    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through ``.data`` raise.
 
     A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
     """
@@ -1246,21 +1323,71 @@ _ORDINARY = (Tensor, nn.Parameter, GatheredParameter)
 """Types that wrap no other tensors: most of what autograd saves."""
 
 
+def _check_version(bucket: Bucket, version: int) -> None:
+    """Raise if a bucket's shard has changed since a forward gathered it, in a backward that needs its values."""
+    if bucket.flat._version != version:
+        raise RuntimeError(
+            f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
+            "optimizer step?), so that gradients cannot be computed for the values that forward used."
+        )
+
+
 class OutdatedParameter(nn.Parameter):
-    """A gathered parameter that was kept from one forward to the next. Using it is an error."""
+    """A gathered parameter that something has kept since an earlier forward.
+
+    A backward may use it, as it may be that of the earlier forward: then it becomes what it was, until the next forward.
+    Anything else is an error, and so is a backward after the shard has changed.
+    """
 
     mfsdp_name: str
+    mfsdp_was: tuple[type[Tensor], weakref.ref[EagerRuntime], weakref.ref[Bucket], int] | None
+    """Its class, and where it came from, with the version of the shard. None: it is in a wrapper, without values."""
+
+    @staticmethod
+    def replace(param: Tensor, runtime: EagerRuntime, bucket: Bucket, version: int) -> None:
+        """Turn a parameter into an outdated one, in place.
+
+        Autograd may hold it, where Python's garbage collector does not look, so it does not keep the model alive.
+        """
+        vars(param)["mfsdp_was"] = type(param), weakref.ref(runtime), weakref.ref(bucket), version
+        param.__class__ = OutdatedParameter
+
+    @staticmethod
+    def in_wrapper(name: str) -> Tensor:
+        """Return what takes the place of the data inside an outdated parameter that wraps what was gathered."""
+        outdated: Tensor = as_gathered(torch.empty(0), name)
+        vars(outdated)["mfsdp_was"] = None
+        outdated.__class__ = OutdatedParameter
+        return outdated
+
+    def _come_back(self) -> None:
+        """Become what it was.
+
+        Raises:
+            RuntimeError: No backward runs, or the shard has changed.
+        """
+        if self.mfsdp_was is not None and compat.in_backward():
+            kind, runtime_of, bucket_of, version = self.mfsdp_was
+            runtime, bucket = runtime_of(), bucket_of()
+            if runtime is not None and bucket is not None:
+                _check_version(bucket, version)
+                self.__class__ = kind  # type: ignore[assignment]
+                runtime.hand_out_again(self, bucket, version)
+                return
+        raise RuntimeError(
+            f"Parameter {self.mfsdp_name!r} was gathered for an earlier forward, and something still holds it (an "
+            "attribute, a list, a cache): its values may be stale. Read it from its module in each forward, or keep "
+            "parameter.detach().clone() if values of then are what you want."
+        )
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        found = [each for each in compat.tree_leaves((args, kwargs)) if isinstance(each, OutdatedParameter)]
-        raise RuntimeError(
-            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something still holds it (an "
-            "attribute, a list, a cache): its values may be stale. Read it from its module in each forward, or keep "
-            "parameter.detach().clone() if values of then are what you want."
-        )
+    ) -> Any:
+        for each in compat.tree_leaves((args, kwargs)):
+            if isinstance(each, OutdatedParameter):
+                each._come_back()
+        return func(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OutdatedParameter({self.mfsdp_name!r})"
@@ -1310,7 +1437,7 @@ class _Reduce(torch.autograd.Function):
             *asked.nothing,
         )  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
-            return nothing
+            refuse_dropped()
         *whole_gradients, packed = given
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         if packed is not None:
@@ -1344,6 +1471,10 @@ class _Reduce(torch.autograd.Function):
         return nothing
 
 
+def _is_inside(module: nn.Module | None, outer: nn.Module | None) -> bool:
+    return outer is not None and any(module is each for each in outer.modules())
+
+
 def _anchor_of_bucket(bucket: Bucket) -> Tensor:
     nothing = torch.empty((), dtype=bucket.plan.comm_dtype, device=bucket.device)
     return nothing.expand(bucket.plan.layout.numel)
@@ -1370,4 +1501,5 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
+        # Anchors of complex parameters are real.
+        return None, *(as_real(gradient) if gradient is not None else None for gradient in gradients)

@@ -4,9 +4,12 @@
 ``apply``) finds those. ``module.weight`` is a property of a generated subclass of the module's class (a technique from
 SimpleFSDP). It returns one of three things:
 
-    while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
-    in eager mode, inside a forward     the gathered parameter
-    otherwise                           the shard
+    while Dynamo traces for backend="mfsdp"       the marker ``torch.ops.mfsdp.unshard(shell, layout)``
+    in eager mode, inside a forward or backward   the gathered parameter
+    otherwise, and in hooks of parameters         the shard
+
+If Dynamo traces for another backend inside a forward that runs eagerly, as for ``torch.cond`` or a method with a decorator
+``@torch.compile``, it finds the gathered parameter in a property of its own, and reads it at each call.
 
 There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
 signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
@@ -24,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _unshard = torch.ops.mfsdp.unshard.default  # bound once: Dynamo would look it up, and guard it, at each parameter
+_traces_for_others = compat.traces_for_others
 _unshard_quantized = torch.ops.mfsdp.unshard_quantized.default
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
@@ -58,6 +61,8 @@ _WINDOW = "_mfsdp_window"
 _WRAPPERS = "_mfsdp_wrappers"
 _LENT = "_mfsdp_lent"
 _CASTS = "_mfsdp_casts"
+_MADE_OF = "_mfsdp_made_of"
+_WHOLE = "_mfsdp_whole_"
 
 
 def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, casts: Casts) -> None:
@@ -89,9 +94,10 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
         EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""
         for name, home in homes.items()
     )
+    are_complex = tuple(home.bucket.plan.is_complex for home in homes.values())
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
-    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
+    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, are_complex, casts)
 
 
 def release_module(module: nn.Module) -> None:
@@ -108,7 +114,7 @@ def release_module(module: nn.Module) -> None:
 
 def owner_of(module: nn.Module) -> Any:
     """Return the sharded model that a module belongs to; None for a module that is not sharded."""
-    return vars(module)[_WINDOW].runtime.owner if is_sharded(module) else None
+    return vars(module)[_WINDOW].owner if is_sharded(module) else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -159,14 +165,22 @@ def _sharded_class(
     attributes: tuple[str, ...],
     partitions: tuple[Partition | None, ...],
     scalings: tuple[str, ...],
+    are_complex: tuple[bool, ...],
     casts: Casts,
+    methods: tuple[str, ...] = (),
 ) -> type[nn.Module]:
+    """Make the class of sharded modules of a class, of which some ``methods`` other than ``forward`` open a window too."""
     namespace: dict[str, Any] = {
-        name: _parameter_property(cls, name, partition, scaling)
-        for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
+        name: _parameter_property(cls, name, partition, scaling, is_complex)
+        for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
+    }
+    namespace |= {
+        _WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)
     }
     namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
+    namespace |= {name: casts.around(_in_window(getattr(cls, name))) for name in methods}
     namespace[_CASTS] = casts
+    namespace[_MADE_OF] = (cls, attributes, partitions, scalings, are_complex, casts), methods
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -244,26 +258,32 @@ def register_forward(module: nn.Module, name: str) -> None:
         AttributeError: There is no such method.
         ValueError: ``module`` has no window: it owns no parameters, and is neither a unit nor the model.
     """
-    method = getattr(type(module), name)
+    kind: Any = type(module)
+    getattr(kind, name)
     if not is_sharded(module):
         raise ValueError(
             f"A {type(module).__name__} owns no sharded parameters and is not a unit, so {name!r} has nothing to "
             "gather. Register the method on the module that owns the parameters it reads, or on the model."
         )
-    vars(module)[name] = types.MethodType(getattr(module, _CASTS).around(_in_window(method)), module)
+    of, methods = getattr(kind, _MADE_OF)
+    vars(module).pop(name, None)
+    # In its class: a bound method that is set on a module keeps it alive.
+    module.__class__ = _sharded_class(*of, tuple(dict.fromkeys((*methods, name))))
 
 
-def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None, scaling: str) -> property:
+def _parameter_property(
+    cls: type[nn.Module], name: str, partition: Partition | None, scaling: str, is_complex: bool
+) -> property:
     """Create the property of a parameter.
 
     Args:
         cls: The class that the user wrote.
         partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
         scaling: Scaling of a parameter that the module gets as it was gathered in float8; "" for others.
+        is_complex: Whether the parameter is complex; its shell is real.
     """
 
     is_layer = compat.transformer_engine.is_layer(cls)
-    reads_in_backward = compat.transformer_engine.is_operation(cls)
 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
@@ -274,19 +294,21 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
                     "that module's forward. Read it in the forward, which runs eagerly, or apply torch.compiler.disable to "
                     "the function that reads it."
                 )
+            if not scaling and _traces_for_others() and (part := getattr(self, _WHOLE + name)) is not None:
+                return part if partition is None else partition.of_part(part)
             if scaling:
                 parts = _unshard_quantized(self._mfsdp_shells[name], self._mfsdp_layout, scaling)  # type: ignore[index,operator]
                 part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]
             else:
                 part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+                part = torch.view_as_complex(part) if is_complex else part
             return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
-        is_in_use = runtime.in_forward() or runtime.holds(home.bucket) or (reads_in_backward and compat.in_backward())
-        if not is_in_use or compat.called_by_guards():
+        if not runtime.is_in_use(home.bucket) or compat.called_by_guards():
             return param
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
@@ -299,6 +321,17 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
         return part if partition is None else partition.of_part(part)
 
     return property(get)
+
+
+def _whole(name: str) -> Callable[[nn.Module], Tensor | None]:
+    """Create the getter of a parameter as compiled code of other backends reads it; None where it reads shards."""
+
+    def get(self: nn.Module) -> Tensor | None:
+        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
+        return runtime.read_apart(home) if runtime.is_in_use(home.bucket) else None
+
+    return get
 
 
 @compat.python_only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,18 +33,16 @@ def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) 
     """
     wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
     for bucket, params in wholes.items():
-        for param, sites in zip(params, bucket.sites, strict=True):
-            for site in sites:
-                site.module._parameters[site.attribute] = param
+        for index, holder, attribute in bucket.holders():
+            holder._parameters[attribute] = params[index]
     try:
         with as_written(module):
             yield
-        changed = [(bucket, _now(bucket)) for bucket in wholes] if writeback else []
+        changed = [(bucket, _now(bucket, params)) for bucket, params in wholes.items()] if writeback else []
     finally:
         for bucket in wholes:
-            for param, sites in zip(bucket.params, bucket.sites, strict=True):
-                for site in sites:
-                    site.module._parameters[site.attribute] = param
+            for index, holder, attribute in bucket.holders():
+                holder._parameters[attribute] = bucket.params[index]
     for bucket, values in changed:
         bucket.take_rows_of(values)
 
@@ -59,11 +57,16 @@ def _wholes(bucket: Bucket) -> list[nn.Parameter]:
     return found
 
 
-def _now(bucket: Bucket) -> list[Tensor]:
-    """Return the parameters that the modules have now, as the parts that the bucket holds."""
+def _now(bucket: Bucket, before: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the parameters that the modules have now, as the parts that the bucket holds.
+
+    Args:
+        before: The parameters that they had. Those of modules that no longer exist are the same.
+    """
     found = []
-    for split, sites in zip(bucket.splits, bucket.sites, strict=True):
-        param = sites[0].module._parameters.get(sites[0].attribute)
+    for split, sites, given in zip(bucket.splits, bucket.sites, before, strict=True):
+        holder = sites[0].holder()
+        param = given if holder is None else holder._parameters.get(sites[0].attribute)
         if param is None or local_part(param).shape != split.part_shape:
             shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
             raise ValueError(

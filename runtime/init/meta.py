@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.tensor import RowBox, RowSplit
+from ..memory.rows import RowBox, RowSplit
 from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .. import compat, forms, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
+from ..owner import ModuleRef, Owned, refuse_dropped
 from ..plan.partition import Partition, local_part
 from ..topology import Accumulation, Topology
 from . import host
@@ -37,32 +38,40 @@ from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
 from .pickled import places
-from .redistribute import RowMove, move_rows, take_rows_of_part
+from .redistribute import RowMove, move_rows, take_rows, take_rows_of_part
+from .replicated import ReplicatedTensor
+from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
-    Backing,
     RowShardedTensor,
-    RowSplit,
     UnreducedGradient,
-    contiguous_strides,
     is_homeless,
     mark_provisional,
     noted_value,
 )
-
-if TYPE_CHECKING:
-    from ..owner import Owner
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several."""
+    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several.
 
-    module: nn.Module
+    Args:
+        holder: The module, which the site does not keep alive.
+        module_name: Name of the module.
+        attribute: Name of the parameter there.
+    """
+
+    holder: ModuleRef
     module_name: str
     attribute: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, while a model is planned."""
+        module = self.holder()
+        return refuse_dropped() if module is None else module
 
     @property
     def name(self) -> str:
@@ -77,7 +86,8 @@ class BucketPlan:
         name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
         unit: Name of the unit.
         layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded.
+        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
+            holds pairs of real numbers.
         compute_dtype: Dtype of the gathered parameters.
         main_dtype: Dtype of the shard, its gradients and the optimizer's state.
         requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
@@ -135,6 +145,11 @@ class BucketPlan:
         return reshard if reshard is not None and not isinstance(reshard, bool) else 0
 
     @property
+    def is_complex(self) -> bool:
+        """Whether its parameters are complex."""
+        return self.model_dtype.is_complex
+
+    @property
     def grad_attribute(self) -> str:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
@@ -153,6 +168,10 @@ class BucketPlan:
             self.scaling,
             self.form,
         )
+        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
+            return exchange._replace(gather_group="").with_buffers(
+                NO_BUFFERS, self.gradient_buffers
+            )  # used from the shard
         if self.offload is None:
             return exchange
         return exchange._replace(
@@ -192,6 +211,11 @@ class BucketPlan:
         return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
 
     @property
+    def given_dtype(self) -> torch.dtype:
+        """Dtype of the parameters that modules get, if they are ordinary tensors."""
+        return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
+
+    @property
     def sent_dtype(self) -> torch.dtype:
         """Dtype in which the bucket is gathered."""
         return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
@@ -208,10 +232,27 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """The bucket of a shell or sharded parameter, and its index there."""
+    """The bucket of a shell or sharded parameter, which does not keep it alive, and its index there."""
 
-    bucket: Bucket
+    reference: weakref.ref[Bucket]
     index: int
+
+    @classmethod
+    def at(cls, bucket: Bucket, index: int) -> Home:
+        return cls(weakref.ref(bucket), index)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket.
+
+        Raises:
+            RuntimeError: Its model no longer exists.
+        """
+        bucket = self.reference()
+        return refuse_dropped() if bucket is None else bucket
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Home:
+        return Home.at(deepcopy(self.bucket, memo), self.index)
 
 
 class FlatRange(NamedTuple):
@@ -227,7 +268,7 @@ class FlatRange(NamedTuple):
         return cls(start, start + numel, shape, contiguous_strides(shape))
 
 
-class Bucket:
+class Bucket(Owned):
     """The memory of one bucket on this rank.
 
     Args:
@@ -239,9 +280,6 @@ class Bucket:
         device: Device that the bucket is used on. The shard is on the host if the plan says so.
         partitions: For each parameter, how it is divided over ranks other than those of the topology.
     """
-
-    owner: Owner
-    """The sharded model, which sets this attribute."""
 
     def __init__(
         self,
@@ -264,7 +302,10 @@ class Bucket:
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
-        self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
+        self._whole_places = tuple(
+            FlatRange.at(slot.offset // self._width, math.prod(slot.param_shape), slot.param_shape)
+            for slot in layout.slots
+        )
         flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_all(originals, flat)
         places.add(self)
@@ -317,15 +358,15 @@ class Bucket:
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
         self.shells = tuple(
-            _shell(split.part_shape, plan.compute_dtype, self.device, original.requires_grad)
-            for split, original in zip(self.splits, like, strict=True)
+            _shell(slot.shape, plan.compute_dtype, self.device, original.requires_grad)
+            for slot, original in zip(plan.layout.slots, like, strict=True)
         )
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
             own |= compat.transformer_engine.own_attributes(original)
             own |= self.extension.own_attributes if self.extension is not None and is_extended(original) else set()
             kept = {k: v for k, v in vars(original).items() if k not in own}
-            home = Home(self, index)
+            home = Home.at(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
         self.provisional: set[int] = set()
@@ -395,9 +436,14 @@ class Bucket:
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
 
+    @property
+    def _width(self) -> int:
+        """Elements of the bucket in one element of its parameters."""
+        return 1 + self.plan.is_complex
+
     def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
-        start = layout.shard_offset(index, self.topology.shard)
+        start = layout.shard_offset(index, self.topology.shard) // self._width
         numel = len(self.splits[index].elements(self.topology.shard))
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
@@ -416,7 +462,7 @@ class Bucket:
         ]
         self._copy_rows(whole, flat)
         moves = {
-            index: RowMove(each._local_tensor, each.split, each.topology, self.splits[index], self.topology)
+            index: RowMove(each._local_tensor, each.row_split, each.topology, self.splits[index], self.topology)
             for index, each in enumerate(originals)
             if isinstance(each, RowShardedTensor)
         }
@@ -432,8 +478,15 @@ class Bucket:
             if split.rows(self.topology.shard) and not part.is_meta:
                 view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
+    def elements(self, flat: Tensor) -> Tensor:
+        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
+        if not self.plan.is_complex or flat.is_complex():
+            return flat
+        return torch.view_as_complex(flat.view(-1, 2))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
+        flat = self.elements(flat)
         first = flat.storage_offset()
         # One operator per view; a slice with a view of it would be two, at every step.
         return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
@@ -441,10 +494,12 @@ class Bucket:
     def whole_view(self, full: Tensor, index: int) -> Tensor:
         """View of a parameter in the gathered bucket, ``[numel]``."""
         start, _, shape, strides = self._whole_places[index]
+        full = self.elements(full)
         return full.as_strided(shape, strides, full.storage_offset() + start)
 
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """Like :meth:`views`, as DTensors."""
+        flat = self.elements(flat)
         specs = self._specs.get(flat.dtype)
         if specs is None:
             specs = self._specs[flat.dtype] = [
@@ -512,8 +567,11 @@ class Bucket:
                 plane.copy_(quantize.from_records(gathered))
         elif self.quantized is None or self.plan.stays_quantized:
             shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
-            compat.all_gather_out(shard, group.size, group.name, out=resident)
-            self._resident_awaited = False
+            if group.size == 1:
+                resident.copy_(shard)
+            else:
+                compat.all_gather_out(shard, group.size, group.name, out=resident)
+            self._resident_awaited = group.size == 1
         else:  # dequantized here, because graphs take residents as they are
             gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
             resident.copy_(self.dequantized(gathered))
@@ -667,26 +725,51 @@ class Bucket:
         return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
-    def gather_shards(self) -> list[Tensor]:
+    def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:
         """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
 
         The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+
+        Args:
+            rows: What to gather instead, of one dtype, by number of the parameter: this rank's rows of tensors that are
+                split like parameters, such as an optimizer's state. The results of other parameters are undefined.
+            what: What is gathered, for messages.
         """
-        whole = self.fetched()
-        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
+        whole = self.fetched() if rows is None else self._joined(rows)
+        self.topology.announce(f"a gather of {what} of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
-        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]
+        return [self.whole_view(whole, index) for index in range(len(self.params))]
+
+    def _joined(self, rows: Mapping[int, Tensor]) -> Tensor:
+        """Return one tensor that holds tensors with this rank's rows at the places of their parameters."""
+        dtype = next(iter(rows.values())).dtype
+        joined = torch.empty(self.flat.numel(), dtype=dtype.to_real(), device=self.device)
+        views = self.views(joined)
+        for index, its in rows.items():
+            views[index].copy_(its)
+        return joined
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients attached to the parameters."""
+        """The gradients attached to the parameters.
+
+        What was computed from views and sums of parameters at rest leaves a gradient that every rank holds. It is replaced
+        by this rank's rows of it.
+        """
         attribute = self.plan.grad_attribute
-        return [getattr(param, attribute, None) for param in self.params]
+        found = [getattr(param, attribute, None) for param in self.params]
+        for index, gradient in enumerate(found):
+            if isinstance(gradient, ReplicatedTensor):
+                split = self.splits[index]
+                rows = take_rows(gradient.full_tensor().detach(), split, self.topology.shard).clone()
+                found[index] = RowShardedTensor.wrap(rows, split, self.topology)
+                setattr(self.params[index], attribute, found[index])
+        return found
 
     @property
     def has_gradients(self) -> bool:
@@ -749,11 +832,19 @@ class Bucket:
         """Inspect a gradient before it is reduced."""
         self.owner.grad_sync.inspect(self, gradient)
 
+    def holders(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Yield index, module and attribute for each place where a module, of those that exist, holds a parameter."""
+        for index, sites in enumerate(self.sites):
+            for site in sites:
+                if (module := site.holder()) is not None:
+                    yield index, module, site.attribute
+
     def check_unchanged(self) -> None:
         """Raise if a parameter was replaced since the model was sharded."""
         for param, sites in zip(self.params, self.sites, strict=True):
             for site in sites:
-                if site.module._parameters.get(site.attribute) is not param:
+                module = site.holder()
+                if module is not None and module._parameters.get(site.attribute) is not param:
                     raise RuntimeError(
                         f"Parameter {site.name!r} was replaced after fully_shard_model; the new one is not sharded and "
                         "would not be trained. Copy values into the old one instead (parameter.copy_(values) under "
@@ -776,7 +867,7 @@ class Bucket:
                 its_param.grad = mine_param.grad.clone()
         copy.owner = deepcopy(self.owner, memo)
         copy.sites = tuple(
-            tuple(replace(site, module=deepcopy(site.module, memo)) for site in sites) for sites in self.sites
+            tuple(replace(site, holder=deepcopy(site.holder, memo)) for site in sites) for sites in self.sites
         )
         return copy
 

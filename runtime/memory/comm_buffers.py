@@ -20,7 +20,7 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -175,6 +175,8 @@ class BufferPool:
     is_strict: bool = False
     is_complete: bool = False
     """Whether all buffers have been allocated."""
+    before_use: Callable[[], object] | None = None
+    """Called once, before the first buffer is taken."""
     fresh: int = 0
     """How often all buffers of a kind were in use, and fresh memory was used."""
     _buffers: dict[BufferKind, list[_Buffer]] = field(default_factory=dict)
@@ -189,6 +191,9 @@ class BufferPool:
         Raises:
             RuntimeError: The pool is strict, and the buffer whose turn it is is in use.
         """
+        if self.before_use is not None:
+            before_use, self.before_use = self.before_use, None
+            before_use()
         buffers = self._buffers.setdefault(kind, [])
         count = len(buffers) if self.is_complete else count
         turn = self._turn.get(kind, 0) if self.is_strict else 0
@@ -249,7 +254,7 @@ class BufferPool:
         self.is_complete = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
-        return replace(self, is_strict=False, is_complete=False, fresh=0, _buffers={}, _turn={})
+        return replace(self, is_strict=False, is_complete=False, before_use=None, fresh=0, _buffers={}, _turn={})
 
 
 def _poisoned(memory: Tensor) -> Tensor:

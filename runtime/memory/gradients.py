@@ -33,10 +33,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..owner import refuse_dropped
 from . import host
 from .bucket import Bucket
+from .operators import like_rows
 from .redistribute import take_rows
-from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, like_rows, mark_provisional
+from .tensor import (
+    RowShardedTensor,
+    UnreducedGradient,
+    hooks_of_parameters,
+    is_provisional,
+    keep,
+    mark_provisional,
+)
 
 __all__ = [
     "Aside",
@@ -129,8 +138,10 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
     """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
     bucket, asked = backward.bucket(), backward.asked or Asked.of(backward.leaves)
     backward.asked = None
-    if bucket is None or gradient is None or not (asked.added or asked.returned):
+    if gradient is None or not (asked.added or asked.returned):
         return asked.nothing
+    if bucket is None:
+        refuse_dropped()
     if torch.is_grad_enabled():
         refuse_double_backward()
     used = backward.used
@@ -459,7 +470,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
             continue
         if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
             return None
-        if gradient.split != split:  # another parameter's: compare splits, because views without rows look alike
+        if gradient.row_split != split:  # another parameter's: compare splits, because views without rows look alike
             return None
         local = gradient._local_tensor
         if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):
@@ -476,7 +487,7 @@ def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -
     views = bucket.local_views(gradient)
     for index in sorted(hooked):
         for hook in list(bucket.params[index].tensor_hooks.values()):
-            changed = hook(views[index].clone())
+            changed = hooks_of_parameters.call(hook, views[index].clone())
             if changed is not None:
                 views[index].copy_(changed)
     return gradient
@@ -491,7 +502,7 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
     for index in sorted(unused):
         for hook in list(bucket.params[index].tensor_hooks.values()):
             if compat.counts_tensors(hook):
-                hook(None)
+                hooks_of_parameters.call(hook, None)
 
 
 def _run_accumulate_hooks(param: RowShardedTensor) -> None:
@@ -499,7 +510,7 @@ def _run_accumulate_hooks(param: RowShardedTensor) -> None:
     if not param.has_accumulate_hooks:
         return
     for hook in list(param.accumulate_hooks.values()):
-        hook(param)
+        hooks_of_parameters.call(hook, param)
 
 
 def _describe(gradient: Tensor) -> str:

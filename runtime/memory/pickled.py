@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,10 @@ def _key(split: Any, shard: int) -> tuple[Any, ...]:
 
 
 def _reduce(tensor: RowShardedTensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    split, local = tensor.split, tensor._local_tensor
+    split, local = tensor.row_split, tensor._local_tensor
     if local.untyped_storage().nbytes() > split.layout.shard_numel * local.itemsize:
         local = local.clone()  # a part of a gathered bucket, which would be written whole
-    key = _key(split, tensor.topology.shard)
+    key = _key(replace(split, inner=None), tensor.topology.shard)
     is_param = isinstance(tensor, nn.Parameter)
     return rebuild, (local, split.name, split.layout.world_size, key, tensor.requires_grad, is_param)
 
@@ -65,6 +66,7 @@ def rebuild(
     for bucket in places:
         for index, split in enumerate(bucket.splits):
             if _where(bucket, index) == key:
+                split = split.with_local(local.shape, bucket.topology.shard)
                 rows = RowShardedTensor.wrap(local, split, bucket.topology, requires_grad and not is_param)
                 if not is_param:
                     return rows

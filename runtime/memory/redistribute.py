@@ -8,8 +8,10 @@ one after the other.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +21,39 @@ from .. import compat
 
 if TYPE_CHECKING:
     from ..topology import Topology
-    from .tensor import RowSplit
+    from .rows import RowSplit
 
 __all__ = [
     "RowMove",
     "all_gather_rows",
+    "as_real",
     "move_rows",
+    "note_received",
     "same_ranks",
     "take_broadcast_rows",
     "take_rows",
     "take_rows_of_part",
 ]
+
+
+_log = logging.getLogger("mfsdp_compile.operators")
+
+
+def note_received(topology: Topology, what: str, name: str, shape: Sequence[int], received: int) -> None:
+    """Count and log the bytes that this rank receives of a tensor at rest.
+
+    Args:
+        what: What needs them.
+        name: Name of the tensor, ``[*shape]``.
+    """
+    if received:
+        topology.gathered[what] += received
+    _log.debug("%s gathers %r %s: %d B received", what, name, tuple(shape), received)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, ``[*shape, 2]``, which collectives take; return others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
@@ -40,16 +64,15 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 def take_rows_of_part(part: Tensor, split: RowSplit, rank: int) -> Tensor:
     """Return the same of an ordinary tensor of the shape of the part that the bucket holds."""
     rows = split.rows(rank)
-    if not split.shape:
-        return part if rows else part.reshape(1)[:0]
+    if not split.row_dims:
+        return part if rows else part[None][:0]
     return part.flatten(0, split.row_dims - 1)[rows.start : rows.stop]
 
 
 def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     """Return what broadcasts with the rows that ``rank`` owns, from what broadcasts with the whole parameter."""
     value, shape, dims = split.part_of(value), split.part_shape, split.row_dims
-    inner = len(shape) - dims
-    if not shape or value.ndim <= inner:
+    if value.ndim <= len(split.row_shape):
         return value
     value = value[(None,) * (len(shape) - value.ndim)]
     if all(size == 1 for size in value.shape[:dims]):  # equal for all rows
@@ -57,20 +80,32 @@ def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
     return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)
 
 
-def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    """Return the whole tensor on every rank. A collective."""
-    topology.announce(f"full_tensor() of {split.name!r}", split.name)
+def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: str = "full_tensor()") -> Tensor:
+    """Return the whole tensor on every rank. A collective.
+
+    Args:
+        what: What it is for, for error messages on ranks that do something else.
+    """
+    topology.announce(f"{what} of {split.name!r}", split.name)
+    if topology.shard_groups or split.groups:
+        note_received(
+            topology, what, split.name, split.shape, (math.prod(split.shape) - local.numel()) * local.itemsize
+        )
     return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
+    if local.is_complex():
+        return torch.view_as_complex(_gather_part(as_real(local), split.as_pairs, topology))
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
     gathered = topology.on_device(gathered)
+    if not gathered.is_floating_point():
+        gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    pieces = gathered.view(len(counts), -1)
+    pieces = gathered.view(local.dtype).view(len(counts), -1)
     return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)]).view(split.part_shape)
 
 
@@ -117,6 +152,11 @@ class RowMove:
         start = max(mine.start, its.start)
         return range(start, max(start, min(mine.stop, its.stop)))
 
+    @property
+    def as_pairs(self) -> RowMove:
+        """The same of the pairs of real numbers that complex rows consist of."""
+        return replace(self, local=as_real(self.local), source=self.source.as_pairs, target=self.target.as_pairs)
+
     def finish(self, rows: Tensor) -> Tensor:
         return rows.view(self.target.local_shape(self.target_over.shard))
 
@@ -126,6 +166,8 @@ class RowMove:
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
             part = _gather_part(self.local, self.source, self.over).to(self.local.device)
+            received = (part.numel() - self.local.numel()) * part.itemsize
+            note_received(self.over, "a gather of rows", self.source.name, self.source.shape, received)
         wanted = self.target.elements(self.target_over.shard)
         return self.finish(part.reshape(-1)[wanted.start : wanted.stop].clone())
 
@@ -134,6 +176,8 @@ def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
     """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
+    are_complex = [move.local.is_complex() for move in moves]
+    moves = [move.as_pairs if pairs else move for move, pairs in zip(moves, are_complex, strict=True)]
     for number, move in enumerate(moves):
         if (group := move.group) is None:
             found[number] = move.alone()
@@ -142,7 +186,7 @@ def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
     for numbers in together.values():
         chosen = [moves[number] for number in numbers]
         found |= zip(numbers, _exchange(chosen), strict=True)
-    return [found[number] for number in range(len(moves))]
+    return [torch.view_as_complex(found[n]) if pairs else found[n] for n, pairs in enumerate(are_complex)]
 
 
 def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
@@ -160,6 +204,10 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
         outgoing.append(count)
     sizes = [[len(move.sent(sender, me)) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
+    received_bytes = (sum(incoming) - incoming[me]) * moves[0].local.itemsize
+    note_received(
+        moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
+    )
     home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])

@@ -55,9 +55,14 @@ class Registration:
     def of_copy(self, pool: BufferPool) -> Registration:
         """Return the registration of a copy of the model, whose buffers are in ``pool``.
 
-        It is not active: registering is a collective, and one rank may copy a model alone.
+        It is not active yet: registering is a collective, and one rank may copy a model alone.
         """
         return Registration(pool, self._symmetric)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether buffers are registered, or will be when the first one is used."""
+        return self.is_active or self._pool.before_use is not None
 
     @property
     def is_active(self) -> bool:
@@ -70,6 +75,7 @@ class Registration:
             Whether NCCL runs the groups. Otherwise the buffers stay as they are: nothing else needs registration.
         """
         self.end()
+        self._pool.before_use = None
         kinds = kinds_of(buckets)
         if not kinds:
             return False

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -131,7 +132,7 @@ def extend(
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
-    step, zero_grad = optimizer.step, optimizer.zero_grad
+    step, zero_grad = _unbound(optimizer.step), _unbound(optimizer.zero_grad)
     over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     show_unstepped(optimizer)
@@ -157,9 +158,9 @@ def extend(
             for owner in owners:
                 owner.step_tracker.begin(self)
             if over is not None:
-                result = over(step, closure)
+                result = over(functools.partial(step, self), closure)
             else:
-                result = step() if closure is None else step(closure)
+                result = step(self) if closure is None else step(self, closure)
         except BaseException as error:
             for owner in owners:
                 owner.step_tracker.fail(error)
@@ -176,7 +177,7 @@ def extend(
     def extended_zero_grad(
         self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
     ) -> None:
-        zero_grad(set_to_none and not any(owner.keeps_gradients for owner in owners))
+        zero_grad(self, set_to_none and not any(owner.keeps_gradients for owner in owners))
         if zero_grad_buffer:
             for owner in owners:
                 params = [param for bucket in owner.buckets for param in bucket.params]
@@ -185,14 +186,38 @@ def extend(
     for extended in (extended_step, extended_zero_grad):
         del extended.__wrapped__  # inspect.signature would show its arguments
     # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
-    optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.step = _bound(extended_step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = _bound(extended_zero_grad, optimizer)  # type: ignore[method-assign]
     if whole:
-        vars(optimizer)["__deepcopy__"] = functools.partial(_copy_whole, optimizer, by_name=by_name)
+        copy_whole = functools.partial(_copy_whole, by_name=by_name)
+        vars(optimizer)["__deepcopy__"] = _bound(copy_whole, optimizer)
     vars(optimizer)["mfsdp_extended"] = True
     for owner in owners:
         owner.optimizers.add(optimizer)
     return optimizer
+
+
+def _bound(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return a method of an optimizer that is set on it, but does not keep it alive, and its state with it."""
+    reference = weakref.ref(optimizer)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(reference(), *args, **kwargs)
+
+    bound = inspect.signature(function)
+    method.__signature__ = bound.replace(parameters=[*bound.parameters.values()][1:])  # type: ignore[attr-defined]
+    method.__name__ = getattr(function, "__name__", method.__name__)
+    method.__doc__ = function.__doc__
+    method.__func__ = function  # type: ignore[attr-defined]  # learning-rate schedulers wrap this
+    return method
+
+
+def _unbound(method: Any) -> Callable[..., Any]:
+    """Return a function of the optimizer that calls its method, which something may have set on it, as schedulers do."""
+    if getattr(method, "__self__", None) is not None:
+        function: Callable[..., Any] = method.__func__
+        return function
+    return functools.wraps(method)(lambda optimizer, *args, **kwargs: method(*args, **kwargs))
 
 
 def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_name: bool) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ optimizer steps the run's parameters one by one. Parameters that the model ignor
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class _AdjacentParams:
                 value[place.start - self.start : place.stop - self.start].view(place.shape)
                 if place.stop > place.start
                 else value[:0].view(place.shape),
-                param.split,
+                param.row_split,
                 param.topology,
                 backing=(value,),
             )
@@ -87,7 +88,7 @@ class FlatStep:
     """Steps one optimizer over runs.
 
     Args:
-        optimizer: Optimizer over sharded parameters.
+        optimizer: Optimizer over sharded parameters, which holds this object.
 
     Raises:
         ValueError: The optimizer does not work element by element.
@@ -95,9 +96,15 @@ class FlatStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer)
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)
         self._runs: dict[tuple[int, ...], list[_AdjacentParams]] = {}
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over runs."""
@@ -147,6 +154,7 @@ class FlatStep:
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
             return False
+        gradient = run.bucket.elements(gradient)
         mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
         setattr(run.flat, run.bucket.plan.grad_attribute, mine)
         return True
@@ -255,16 +263,13 @@ def _find_runs(params: list[Any]) -> list[_AdjacentParams]:
 def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
     """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
     params = bucket.params[first : last + 1]
+    shard = bucket.elements(bucket.flat.detach())
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:
-        return _AdjacentParams(
-            bucket, params, first, 0, torch.zeros_like(bucket.flat[:1], requires_grad=True), is_here=False
-        )
+        return _AdjacentParams(bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False)
     later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
-    start, stop = held[0].start, min([*later, bucket.flat.numel()])
-    return _AdjacentParams(
-        bucket, params, first, start, bucket.flat.detach()[start:stop].requires_grad_(), is_here=True
-    )
+    start, stop = held[0].start, min([*later, shard.numel()])
+    return _AdjacentParams(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
 
 
 def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:

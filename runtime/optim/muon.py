@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..memory.tensor import RowShardedTensor, RowSplit
+from ..memory.redistribute import as_real
+from ..memory.rows import RowSplit
+from ..memory.tensor import RowShardedTensor
 from ..topology import Group, Topology
 
 __all__ = [
@@ -79,7 +81,7 @@ class ShardedMuon(torch.optim.Muon):
         def orthogonalize(whole: Tensor) -> Tensor:
             return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        topology.announce(f"Muon's step, from {params[0].split.name!r} on", params[0].split.name)
+        topology.announce(f"Muon's step, from {params[0].row_split.name!r} on", params[0].row_split.name)
         chunks = _chunks(params, topology.shards)
         # The next matrices travel to their owners while the current ones are processed.
         following: Journey | None = None
@@ -89,27 +91,29 @@ class ShardedMuon(torch.optim.Muon):
             parts = iter(journey.there_and_back(orthogonalize))
             for param in chunk:
                 local = param.to_local()
-                its = [next(parts) for _ in range(_count(param.split))]
+                its = [next(parts) for _ in range(_count(param.row_split))]
                 update = (torch.cat(its) if len(its) > 1 else its[0]).view(local.shape)
                 param.mul_(1 - lr * group["weight_decay"])
                 rate = compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape[-2:])
-                param.add_(RowShardedTensor.wrap(update.to(param.device), param.split, topology), alpha=-rate)
+                param.add_(RowShardedTensor.wrap(update.to(param.device), param.row_split, topology), alpha=-rate)
 
     def _journey(
         self, params: Sequence[RowShardedTensor], topology: Topology, rows: Callable[[RowShardedTensor], Tensor]
     ) -> Journey:
         # Cached: computing it involves every shard of every matrix.
         routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = self.__dict__.setdefault("_mfsdp_routes", {})
-        cut = cut_of(params[0].split)
+        cut = cut_of(params[0].row_split)
         key = (cut and cut.group.name, *map(id, params))
         if key not in routes:
-            items = [item for param in params for item in _matrices(param.split)]
+            items = [item for param in params for item in _matrices(param.row_split)]
             routes[key] = items, legs_of(items, topology)
         items, legs = routes[key]
         flat = iter(rows(param).reshape(-1) for param in params)
         parts: list[Tensor] = []
         for param in params:
-            numels = [len(item.held(topology.shard)) for item in items[len(parts) : len(parts) + _count(param.split)]]
+            numels = [
+                len(item.held(topology.shard)) for item in items[len(parts) : len(parts) + _count(param.row_split)]
+            ]
             parts.extend(next(flat).split(numels))
         return Journey(items, legs, parts).start()
 
@@ -127,10 +131,10 @@ def check_matrices(optimizer: torch.optim.Optimizer) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.ndim not in (2, 3):
             raise ValueError(
-                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.split.name!r} has the shape "
+                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.row_split.name!r} has the shape "
                 f"{tuple(param.shape)}. Give it to another optimizer."
             )
-        cut_of(param.split)
+        cut_of(param.row_split)
         check_is_one_parameter(param)
 
 
@@ -140,9 +144,9 @@ def check_is_one_parameter(param: RowShardedTensor) -> None:
     Raises:
         NotImplementedError: They may be separate experts, which have the same names on all ranks.
     """
-    if param.topology.skips_itself and param.split.groups and param.ndim < 3:
+    if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:
         raise NotImplementedError(
-            f"The optimizer looks at whole parameters, and {param.split.name!r}, {list(param.shape)}, is divided over "
+            f"The optimizer looks at whole parameters, and {param.row_split.name!r}, {list(param.shape)}, is divided over "
             "expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, [E, H, F], or give "
             "it to another optimizer."
         )
@@ -153,7 +157,7 @@ def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowSha
     chunks: list[list[RowShardedTensor]] = []
     held = 0
     for param in params:
-        size = 2 * math.prod(param.split.part_shape)
+        size = 2 * math.prod(param.row_split.part_shape)
         if not chunks or held + size > CHUNK_BYTES * pieces:
             chunks.append([])
             held = 0
@@ -279,7 +283,7 @@ def together(
     """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
     found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
     for param in params:
-        its = cut(param.split)
+        its = cut(param.row_split)
         found.setdefault((param.topology, its.group.name if its is not None else None), []).append(param)
     return found
 
@@ -383,6 +387,10 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 
     ``incoming`` is the number of elements from each rank. ``like`` determines the dtype if nothing is sent.
     """
+    if like.is_complex():
+        outgoing = [[as_real(part).reshape(-1) for part in parts] for parts in outgoing]
+        pairs = _all_to_all(outgoing, [2 * count for count in incoming], group, as_real(like))
+        return torch.view_as_complex(pairs.view(-1, 2))
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]

@@ -87,8 +87,8 @@ def shard_state(key: str, value: Any, param: Any) -> Any:
     ):
         return value
     whole = whole_tensor(value) if isinstance(value, DTensor) else value
-    rows = take_rows(whole, param.split, param.topology.shard)
-    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split, param.topology)
+    rows = take_rows(whole, param.row_split, param.topology.shard)
+    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split, param.topology)
 
 
 def name_state(optimizer: torch.optim.Optimizer) -> None:
@@ -219,7 +219,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         elif is_sharded and whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
                 raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
-            state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
+            state[key] = RowShardedTensor.wrap(value, param.row_split, param.topology)
         else:
             state[key] = value
     return state
@@ -315,7 +315,7 @@ def _owned_state(
     """Return the state of what this rank steps, and empty state of other parameters. A collective if state is sharded."""
     gathered = {key: compat.tree_map_only(DTensor, _full_tensor, held) for key, held in state.items()}
     missing = [
-        param.split.name
+        param.row_split.name
         for key, param in param_of.items()
         if state and key not in state and _has_state(optimizer, param) and any(_first_states(optimizer, {id(param)}))
     ]

@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
+from ..memory.tensor import home_of
 from ..owner import Owner, owners_of
+from .muon import ShardedMuon
 from .state import cut_distributed_state
 
 __all__ = ["Optimizers", "watch_steps"]
@@ -87,8 +93,24 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         cut_distributed_state(optimizer)
         optimizer.register_load_state_dict_post_hook(cut_distributed_state)
         vars(optimizer)[_CUTS] = True
+        if isinstance(optimizer, torch.optim.Muon) and not isinstance(optimizer, ShardedMuon):
+            _warn_of_gathers(owners)
     for owner in owners:
         owner.step_tracker.begin(optimizer)
+
+
+def _warn_of_gathers(owners: Sequence[Owner]) -> None:
+    """Tell rank 0 that Muon gathers matrices, at the line that calls its step."""
+    if dist.get_rank() or all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
+        return
+    inside, frame, level = f"{Path(torch.__file__).parent}{os.sep}", sys._getframe(2), 3
+    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:  # schedulers wrap step()
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        "Muon's step gathers every matrix on every rank, and each rank orthogonalizes all of them. After optimizer = "
+        "fully_shard_optimizer(optimizer), each matrix travels to one rank, which orthogonalizes it for all.",
+        stacklevel=level,
+    )
 
 
 @compat.python_only
@@ -99,5 +121,5 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _models(optimizer: torch.optim.Optimizer) -> list[Owner]:
     """Return the models whose parameters an optimizer holds."""
-    homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
+    homes = (home_of(param) for group in optimizer.param_groups for param in group["params"])
     return owners_of(home.bucket for home in homes if home is not None)

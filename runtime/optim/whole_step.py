@@ -12,6 +12,7 @@ each rank reads what it owns then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,12 +36,18 @@ class WholeStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)  # which holds this object
         self._owner: dict[RowShardedTensor, Owner] = {}
         self._wholes: dict[RowShardedTensor, nn.Parameter] = {}
         self._routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = {}
         self._assign()
         vars(optimizer)[_WHOLE_STEP] = self
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over the parameters that this rank owns. A collective."""
@@ -80,7 +87,7 @@ class WholeStep:
 
     def owns(self, param: RowShardedTensor) -> bool:
         """Whether this rank steps ``param``, and holds its state."""
-        owner, cut = self._owner_of(param), whole_cut(param.split)
+        owner, cut = self._owner_of(param), whole_cut(param.row_split)
         return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
 
     def take_owners(self, other: WholeStep, copy_of: Mapping[RowShardedTensor, RowShardedTensor]) -> None:
@@ -98,7 +105,7 @@ class WholeStep:
         for param in new:
             check_is_one_parameter(param)
         for (topology, _), params in together(new, whole_cut).items():
-            found = owners([whole_item(param.split) for param in params], topology.shards)
+            found = owners([whole_item(param.row_split) for param in params], topology.shards)
             self._owner.update(zip(params, found, strict=True))
 
     def _journeys(
@@ -116,16 +123,18 @@ class WholeStep:
 
     def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
         # Cached: computing it involves every shard of every parameter. Groups of parts are made again after failures.
-        cut = whole_cut(params[0].split)
+        cut = whole_cut(params[0].row_split)
         key = (cut and cut.group.name, *map(id, params))
         if key not in self._routes:
-            items = [whole_item(param.split) for param in params]
+            items = [whole_item(param.row_split) for param in params]
             self._routes[key] = items, legs_of(items, topology, [self._owner[param] for param in params])
         return self._routes[key]
 
     @torch.no_grad()
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        topology.announce(f"a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name)
+        topology.announce(
+            f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
+        )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             for k, value in journey.there().items():
                 param = params[numbers[k]]
@@ -141,7 +150,7 @@ class WholeStep:
     @torch.no_grad()
     def _give_back(self, params: list[RowShardedTensor], topology: Topology) -> None:
         topology.announce(
-            f"the end of a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name
+            f"the end of a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
         )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
@@ -149,7 +158,7 @@ class WholeStep:
             for n, flat in zip(numbers, journey.back(moved), strict=True):
                 param = params[n]
                 rows = flat.view(param.to_local().shape).to(param.device)
-                param.copy_(RowShardedTensor.wrap(rows, param.split, topology))
+                param.copy_(RowShardedTensor.wrap(rows, param.row_split, topology))
 
 
 def _grad_attribute(param: RowShardedTensor) -> str:

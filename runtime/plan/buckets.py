@@ -59,9 +59,10 @@ class BucketPlanner:
         if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
         groups: dict[tuple[Dtypes, bool, bool, str, str], list[ParamSpec]] = {}
         for param, sites in unit.params:
-            spec = ParamSpec(
-                sites[0].name, tuple(local_shape(param)), whole=any(site.name in self.whole for site in sites)
-            )
+            shape, whole = tuple(local_shape(param)), any(site.name in self.whole for site in sites)
+            spec = ParamSpec(sites[0].name, shape, whole=whole)
+            if param.is_complex():
+                spec = replace(spec, shape=(*shape, 2), is_complex=True, row_dims=min(len(shape), 1))
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
             if compat.torchao.is_weight(param):
@@ -89,7 +90,7 @@ class BucketPlanner:
                 most = quantize.numel_of_sent(most, scaling)
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
-                for layout in plan_layouts(part, itemsize, shards, self._policy(scaling)):
+                for layout in plan_layouts(part, itemsize, shards, self._policy(scaling, part[0].is_complex)):
                     bucket = self._bucket(unit, layout, dtypes, requires_grad, is_expert)
                     plans.append(replace(bucket, scaling=scaling, form=form))
         if len(plans) > 1:
@@ -127,9 +128,9 @@ class BucketPlanner:
             )
         return scaling
 
-    def _policy(self, scaling: str) -> LayoutPolicy:
-        """Return the limits for layouts whose shards must not cut blocks of a scaling."""
-        policy, block = self.layout_policy or LayoutPolicy(), quantize.block_numel(scaling)
+    def _policy(self, scaling: str, is_complex: bool) -> LayoutPolicy:
+        """Return the limits for layouts whose shards must not cut blocks of a scaling, or complex numbers."""
+        policy, block = self.layout_policy or LayoutPolicy(), max(quantize.block_numel(scaling), 1 + is_complex)
         cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
         return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
@@ -161,7 +162,7 @@ class BucketPlanner:
             layout=layout,
             model_dtype=dtypes.model,
             compute_dtype=dtypes.compute,
-            main_dtype=policy.main_dtype(dtypes.model),
+            main_dtype=policy.main_dtype(dtypes.model, requires_grad),
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),

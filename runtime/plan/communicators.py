@@ -173,7 +173,7 @@ def warn_of_idle_settings(topology: Topology, communication: Communication) -> N
         backend = dist.get_backend(compat.process_group(topology.inner.name))
         warnings.warn(
             f"communication: {', '.join(idle)}: settings of NCCL have no effect with the backend {backend!r}.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

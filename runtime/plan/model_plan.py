@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -75,7 +76,7 @@ class ModelPlan:
                 partitioner = expert if name in plan.expert_names else dense
                 is_sharded = isinstance(param, RowShardedTensor)
                 plan.partitions[name] = (
-                    param.split.partition
+                    param.row_split.partition
                     if is_sharded
                     else partitioner.of(name, param, [site.module for site in sites])
                 )
@@ -376,6 +377,13 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
 def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[nn.Parameter]) -> None:
     for name, part in module.named_modules():
         compat.transformer_engine.check_layer(part, name)
+        own = [param for param in part.parameters(recurse=False) if param not in ignored]
+        if isinstance(part, torch.jit.ScriptModule) and own:
+            raise NotImplementedError(
+                f"Module {name or 'model'!r} is a torch.jit.ScriptModule: its code reads its parameters itself, and would not find "
+                "what was gathered. Shard the module that it was scripted or traced from, or pass its parameters as "
+                "ignored_params: each rank then trains them alone, unless they are frozen."
+            )
     names: dict[int, str] = {}
     for name, param in module.named_parameters():
         if param in ignored:
@@ -408,11 +416,6 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
             sharded += compat.torchao.refusal(type(param.data))
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
-            )
-        if param.is_complex():
-            raise NotImplementedError(
-                f"Parameter {name!r} is complex, and collectives cannot sum complex numbers. Store "
-                "torch.view_as_real(parameter) instead."
             )
         if param.is_meta and not allows_meta:
             raise ValueError(

@@ -290,7 +290,7 @@ def local_part(param: Tensor) -> Tensor:
 def local_shape(param: Tensor) -> torch.Size:
     """Return the shape of this rank's part of a parameter."""
     if hasattr(param, "topology"):  # it was sharded before
-        return torch.Size(param.split.part_shape)  # type: ignore[attr-defined]
+        return torch.Size(param.row_split.part_shape)  # type: ignore[attr-defined]
     return (local_part(param) if isinstance(param, DTensor) else param).shape
 
 

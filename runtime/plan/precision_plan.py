@@ -11,6 +11,7 @@ from torch import nn
 
 from ..casts import Casts
 from ..memory.bucket import Site
+from ..owner import ModuleRef
 from ..precision import MixedPrecisionPolicy, Policies
 from .partition import local_shape
 from .units import Unit, resolve_classes
@@ -53,7 +54,7 @@ class PrecisionPlan:
         Raises:
             ValueError: No module of the model is of a class that has a policy, or a module that has one is not part of it.
         """
-        keys = [key for key, _ in policies.own]
+        keys = [key() if isinstance(key, ModuleRef) else key for key, _ in policies.own]
         inside = set(model.modules())
         if strangers := [key for key in keys if isinstance(key, nn.Module) and key not in inside]:
             raise ValueError(
@@ -108,7 +109,8 @@ class PrecisionPlan:
     def gathered_bytes(self, unit: Unit) -> int:
         """Return the size of a unit's gathered parameters in bytes, without padding."""
         return sum(
-            local_shape(param).numel() * self.compute_dtype(param, sites).itemsize for param, sites in unit.params
+            local_shape(param).numel() * (1 + param.is_complex()) * self.compute_dtype(param, sites).itemsize
+            for param, sites in unit.params
         )
 
     def describe(self) -> list[str]:

@@ -217,7 +217,7 @@ class ReplacedParameter:
             f"Parameter {vars(self)[_NAME]!r} was sharded: fully_shard_model has replaced it, and this one, from "
             "before, is not trained. Something still holds it: an optimizer, a list or a closure that was made before "
             "sharding. Make it afterwards, from model.parameters(), or read module.<name> at each use; "
-            "fully_shard(model, optimizer) takes an optimizer along."
+            "mfsdp_compile.fully_shard(model, optimizer) takes an optimizer along."
         )
 
     # Methods of DTensors that do not call __torch_function__.
@@ -269,5 +269,5 @@ def retire(original: Tensor, name: str, successor: Tensor) -> None:
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() else 0
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

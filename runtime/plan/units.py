@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..memory.bucket import Site
+from ..owner import ModuleRef
 
 __all__ = [
     "Unit",
@@ -316,7 +317,7 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
     for name, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
-                sites.setdefault(param, []).append(Site(module, name, attribute))
+                sites.setdefault(param, []).append(Site(ModuleRef(module), name, attribute))
     return sites
 
 

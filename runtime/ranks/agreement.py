@@ -161,6 +161,7 @@ def conclude(
     offer: Any,
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
+    is_last_resort: bool = False,
 ) -> Any:
     """Return the result of combining all ranks' offers on one rank of ``group``; the same on every rank.
 
@@ -171,6 +172,7 @@ def conclude(
         offer: This rank's offer; plain JSON data.
         combine: Called with all offers, in the order of the ranks, on the rank that arrives last. Returns plain data.
         timeout: How long to wait for ranks that do not arrive.
+        is_last_resort: See :func:`agree`.
 
     Raises:
         RuntimeError: On every rank: lines differ, ``combine`` failed, a rank did not arrive in time, or the store is
@@ -179,7 +181,7 @@ def conclude(
     ranks = dist.get_process_group_ranks(group)
     outcome = {"digest": _digest(lines), "offer": offer}
     with _reaching_store(topic):
-        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
+        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
         _check_not_lost(verdict, topic)
@@ -278,7 +280,8 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with watchdog.explaining(f"a comparison of {what}"):
+        dist.all_gather_object(found, value, group=group)
     return found
 
 
@@ -739,10 +742,12 @@ def value_digest(tensor: Tensor) -> str:
 
     No weight is 0, and no two rows have the same weight (up to 2**31 rows, 16 TiB). A product stays below 2**63.
     Therefore any single changed word, and any exchange of two rows or words, changes a sum. Other changes do so except
-    for coincidences modulo 2**64.
+    for coincidences modulo 2**64. The digest of a tensor that wraps others is one of their digests.
     """
     if tensor.is_meta:
         return "meta"
+    if inner := compat.inner_tensors(tensor):
+        return _digest([f"{name} {value_digest(each)}" for name, each in inner.items()])[:16]
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     height = data.numel() // 8192
     if data.storage_offset() % 4:

@@ -227,6 +227,12 @@ class Order:
         self._at, self._phase, self._before, self._forward, self._past = self._start, None, None, None, ((), 0)
         self._recent = ()
 
+    def revive(self) -> None:
+        """Allow anything to follow in a group that was closed, and is connected again."""
+        self.stalled = None
+        self._next_epoch()
+        self.forget()
+
     def _next_epoch(self) -> None:
         self.epoch, self.events = self.epoch + 1, 0
 

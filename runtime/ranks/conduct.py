@@ -120,10 +120,11 @@ class Conduct:
         offer: Any,
         combine: Callable[[Sequence[Any]], Any],
         patience: float = 1.5,
+        is_last_resort: bool = False,
     ) -> Any:
         """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
         group = self.members.agreeing
-        return conclude(group, topic, lines, offer, combine, compat.timeout_of(group) * patience)
+        return conclude(group, topic, lines, offer, combine, compat.timeout_of(group) * patience, is_last_resort)
 
     def maxima(self, group: Group, topic: str, values: Sequence[int]) -> list[int]:
         """Return the largest value of any rank of ``group`` at each position, through the store. A collective."""

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from ..compat import python_only
+from .. import compat
 from ..memory.comm_buffers import enter_pool
-from ..owner import Owner, owners_of
+from ..owner import owners_of
 from ..schedule_text import ScheduleLine
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ __all__ = ["GraphRun", "begin", "launches", "named", "parse_used"]
 class GraphRun:
     """A forward of compiled code, and the backward that may follow it.
 
-    It does not keep models alive, because autograd holds it and Python's garbage collector does not see through that.
+    It keeps the models alive, as the graph of autograd that holds it may need them; they do not lead to it.
 
     Args:
         backwards: Each bucket's share of the backward, in the order in which graphs number the buckets.
@@ -41,6 +42,7 @@ class GraphRun:
 
     def __init__(self, backwards: Sequence[Backward], options: str) -> None:
         self._backwards = backwards
+        self._owners = owners_of(bucket for backward in backwards if (bucket := backward.bucket()) is not None)
         self._buckets = [backward.name for backward in backwards]
         self._options = options
         self._given: Sequence[bool] = ()
@@ -63,13 +65,20 @@ class GraphRun:
         for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
             node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
-    @python_only
+    @compat.python_only
     def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Attribute the graph of this backward to this run.
 
         Args:
             numbers: Numbers of the node's outputs that the forward returned.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported for the backward of compiled code, which cannot be differentiated again. "
+                "Run the forward of this loss eagerly (with torch.compiler.set_stance('force_eager'): ...): gradients of "
+                "inputs, as in a gradient penalty, are differentiated there. Or compute the gradient inside the forward."
+            )
+        compat.allow_another_backward()
         self._given = [gradients[number] is not None for number in numbers]
         for owner in self._owners:
             owner.grad_sync.enter_backward()
@@ -86,10 +95,6 @@ class GraphRun:
                 owner.grad_sync.note_backward(self._backwards)
             if schedule:
                 owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
-
-    @property
-    def _owners(self) -> list[Owner]:
-        return owners_of([bucket for backward in self._backwards if (bucket := backward.bucket()) is not None])
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:

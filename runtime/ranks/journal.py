@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Entry", "Journal", "directory", "journal", "program_line", "program_line_of"]
+__all__ = ["Entry", "Journal", "directory", "journal", "on_uncaught_exceptions", "program_line", "program_line_of"]
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -180,7 +180,7 @@ class Journal:
             return
         self._thread = threading.Thread(target=self._look_now_and_then, name="mfsdp-journal", daemon=True)
         self._thread.start()
-        _on_uncaught_exceptions(self.write)
+        on_uncaught_exceptions(lambda error, trace: self.write(f"{type(error).__name__}: {error}", trace))
         if threading.current_thread() is threading.main_thread():
             self._on_signals()
 
@@ -293,11 +293,12 @@ def _stacks() -> dict[str, list[str]]:
     }
 
 
-def _on_uncaught_exceptions(write: Callable[..., Any]) -> None:
+def on_uncaught_exceptions(call: Callable[[BaseException, TracebackType | None], Any]) -> None:
+    """Call a function with exceptions that end the program, and their tracebacks, before they are printed."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        write(f"{kind.__name__}: {error}", trace)
+        call(error, trace)
         before(kind, error, trace)
 
     sys.excepthook = hook

@@ -1,14 +1,18 @@
-"""Notices within seconds that the process of another rank has ended, whatever ended it.
+"""Whether the processes of other ranks exist and run.
 
-A killed process cannot say so. Ranks that wait for it in an agreement would wait for the whole time limit of their
-process group. Therefore the ranks of a job form a ring of connections::
+Each process listens at a port, whose address is in the store, and closes what connects to it. A rank that suspects others
+:func:`asks <ask>` them: the operating system refuses connections to a process that has ended, however it ended, and
+accepts them for one that is stopped, which then does not close them.
+
+For a large job to notice an end, not every rank can ask every other one. Therefore the ranks form a ring of connections that
+stay open::
 
     rank 0 --- rank 1 --- rank 2 --- ... --- rank n - 1 --- rank 0
 
-When a process ends, the operating system closes its connections. Its two neighbors see this and publish it in the
-store, where ranks that wait look (:mod:`.watchdog`). TCP's keep-alive packets notice machines that are gone. Each rank
-has two connections, in jobs of any size, and sends nothing while all ranks live. A process that ends in order says
-goodbye first, so that a message can tell an exit from a kill.
+When a process ends, its connections are closed. Its two neighbors see this and publish it in the store, where ranks that
+wait look (:mod:`.watchdog`). TCP's keep-alive packets notice machines that are gone. Each rank has two connections, in
+jobs of any size, and sends nothing while all ranks live. A process that ends in order withdraws its address first, so that
+a message can tell an exit from a kill.
 """
 
 from __future__ import annotations
@@ -17,24 +21,31 @@ import contextlib
 import json
 import os
 import secrets
+import selectors
 import socket
+import threading
+import time
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Lifeline", "Lost", "RankLost"]
+__all__ = ["Lifeline", "Lost", "RankLost", "ask"]
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
 """Socket options: a machine that has not answered for 20 seconds is gone. Systems that lack one use their default."""
+MOST = 64
+"""Maximum number of ranks to ask. In a large job that fails, each of all ranks asks."""
+REACH = 1.0
+"""Seconds within which other machines must answer. Ranks that are not reached in that time count as there."""
 
 ENDED = "mfsdp/ended"
 """Key of the store with a JSON line for each rank that has ended."""
-
-GOODBYE = b"goodbye\n"
 
 _lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
@@ -49,21 +60,21 @@ class Lost:
 
     Args:
         rank: The rank.
-        said_goodbye: Whether it ended in order. If not, it was killed, crashed, or its machine is gone.
+        in_order: Whether it ended in order. If not, it was killed, crashed, or its machine is gone.
     """
 
     rank: int
-    said_goodbye: bool
+    in_order: bool
 
     def __str__(self) -> str:
-        how = "has ended" if self.said_goodbye else "was killed or has crashed"
+        how = "has ended" if self.in_order else "was killed or has crashed"
         return f"the process of rank {self.rank} {how}"
 
 
 class _Neighbor:
-    """A connection to a neighbor. It receives nothing but a greeting and a goodbye."""
+    """A connection to a neighbor, over which nothing is sent."""
 
-    def __init__(self, connection: socket.socket, rank: int | None = None) -> None:
+    def __init__(self, connection: socket.socket, rank: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
@@ -71,102 +82,159 @@ class _Neighbor:
                 connection.setsockopt(socket.IPPROTO_TCP, number, value)
         self.connection = connection
         self.rank = rank
-        self.received = b""
 
     def is_open(self) -> bool:
-        """Read what has arrived. Return False if the connection has ended."""
         try:
-            while chunk := self.connection.recv(4096):
-                self.received = (self.received + chunk)[-4096:]
+            return bool(self.connection.recv(1))
         except BlockingIOError:
             return True
         except OSError:  # reset, or the machine does not answer
-            pass
-        return False
+            return False
 
 
 class Lifeline:
-    """This process's place in the ring. One thread uses it, that of the watchdog.
+    """This process for other ranks: where it listens, and its place in the ring of one store."""
 
-    Args:
-        store: The store of the default process group. This method and others get a connection that no other thread uses.
-        host: Address of this machine for the other ranks.
-        rank: This process's rank.
-        size: Number of ranks, at least two.
-    """
-
-    def __init__(self, store: dist.Store, host: str, rank: int, size: int) -> None:
-        self._rank = rank
-        self._before, self._after = (rank - 1) % size, (rank + 1) % size
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._server = socket.create_server((host, 0), family=family)
-        self._server.setblocking(False)
+    def __init__(self) -> None:
         self._token = secrets.token_hex(16)
-        self._strangers: list[_Neighbor] = []  # connected, and have not greeted yet
+        self._server: socket.socket | None = None
+        self._store: dist.Store | None = None
+        self._rank = 0
+        self._greeted: deque[_Neighbor] = deque()  # by the listening thread
         self._neighbors: list[_Neighbor] = []
         self._has_called = False
+        self._lock = threading.Lock()
         _lifelines.add(self)
-        store.set(_address_of(rank), json.dumps([host, self._server.getsockname()[1], self._token]))
+
+    def join(self, store: dist.Store) -> None:
+        """Publish the address of this rank in the store of the default process group, and leave that of an earlier one.
+
+        Does nothing for stores that are not on a network, and in jobs of one rank.
+        """
+        if self._store is store:
+            return
+        self.leave()
+        self._store, self._rank = store, dist.get_rank()
+        if dist.get_world_size() == 1 or (host := compat.address_towards(store)) is None:
+            return
+        if self._server is None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._server = socket.create_server((host, 0), family=family, backlog=MOST)
+            threading.Thread(target=self._listen, args=(self._server,), name="mfsdp-lifeline", daemon=True).start()
+        store.set(_address_of(self._rank), json.dumps([*self._server.getsockname()[:2], self._token]))
 
     def look(self, store: dist.Store) -> None:
-        """Connect to the neighbors once they are there, and publish those that have ended. Does not wait."""
-        self._accept()
-        if not self._has_called and store.check([_address_of(self._after)]):
-            self._call(store)
+        """Connect to the next rank once it is there, and publish neighbors that have ended.
+
+        Args:
+            store: A connection to the store that no other thread uses.
+        """
+        if self._server is not None:
+            with self._lock:
+                self._look(store)
+
+    def _look(self, store: dist.Store) -> None:
+        while self._greeted:
+            self._neighbors.append(self._greeted.popleft())
+        after = (self._rank + 1) % dist.get_world_size()
+        lost = []
+        if not self._has_called and store.check([_address_of(after)]):
+            self._has_called = True
+            if (address := _address(store, after)) is None:
+                lost.append(after)
+            else:
+                try:
+                    connection = socket.create_connection(tuple(address[:2]), timeout=compat.CONNECT_TIMEOUT)
+                    connection.sendall(f"{address[2]} {self._rank}\n".encode())
+                    self._neighbors.append(_Neighbor(connection, after))
+                except ConnectionRefusedError:
+                    lost.append(after)
+                except OSError:  # the network may be at fault
+                    pass
         for neighbor in list(self._neighbors):
             if not neighbor.is_open():
                 self._neighbors.remove(neighbor)
                 neighbor.connection.close()
-                ended = {"rank": neighbor.rank, "said goodbye": neighbor.received.endswith(GOODBYE)}
-                store.append(ENDED, json.dumps(ended) + "\n")
+                lost.append(neighbor.rank)
+        for rank in lost:
+            ended = Lost(rank, in_order=_address(store, rank) is None)
+            store.append(ENDED, json.dumps(astuple(ended)) + "\n")
 
     def lost(self, store: dist.Store, ranks: Iterable[int]) -> list[Lost]:
         """Return those of ``ranks`` that any rank has seen end."""
-        if not store.check([ENDED]):
+        if self._server is None or not store.check([ENDED]):
             return []
-        ended = map(json.loads, store.get(ENDED).decode().splitlines())
-        found = {each["rank"]: Lost(each["rank"], each["said goodbye"]) for each in ended}
+        ended = [Lost(*json.loads(line)) for line in store.get(ENDED).decode().splitlines()]
+        found = {each.rank: each for each in ended}
         return [found[rank] for rank in ranks if rank in found]
 
-    def end(self, says_goodbye: bool = True) -> None:
-        """Leave the ring.
+    def leave(self) -> None:
+        """Leave the ring in order."""
+        with self._lock:
+            if self._server is not None and self._store is not None:
+                with contextlib.suppress(RuntimeError):  # the store's process has ended
+                    self._store.set(_address_of(self._rank), json.dumps(None))
+            self._close()
 
-        Args:
-            says_goodbye: Tell the neighbors that this process ends in order. A forked child, which shares the connections with
-                its parent, must not.
-        """
-        for neighbor in self._neighbors if says_goodbye else ():
-            with contextlib.suppress(OSError):
-                neighbor.connection.send(GOODBYE)
-        for each in (*self._neighbors, *self._strangers):
-            each.connection.close()
-        self._server.close()
+    def _close(self) -> None:
+        for neighbor in (*self._neighbors, *self._greeted):
+            neighbor.connection.close()
         self._neighbors.clear()
-        self._strangers.clear()
+        self._greeted.clear()
+        self._has_called = False
 
-    def _call(self, store: dist.Store) -> None:
-        self._has_called = True
-        host, port, token = json.loads(store.get(_address_of(self._after)))
-        try:
-            connection = socket.create_connection((host, port), timeout=compat.CONNECT_TIMEOUT)
-            connection.sendall(f"{token} {self._rank}\n".encode())
-        except OSError:  # it has ended before this rank could connect, which its other neighbor may have seen
-            return
-        self._neighbors.append(_Neighbor(connection, self._after))
+    def close_in_child(self) -> None:
+        """Close connections that a forked child inherits, such as a worker of a DataLoader that outlives its parent."""
+        self._close()  # without the lock, which another thread of the parent may have held
+        if self._server is not None:
+            self._server.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._strangers.append(_Neighbor(self._server.accept()[0]))
-        for stranger in list(self._strangers):
-            is_open = stranger.is_open()
-            if b"\n" not in stranger.received and is_open:
+    def _listen(self, server: socket.socket) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # the other rank has not waited
+                connection, _ = server.accept()
+                connection.settimeout(REACH)
+                _, _, rank = (greeting := connection.recv(64).decode(errors="replace").strip()).partition(" ")
+                if rank.isdecimal() and greeting == f"{self._token} {rank}":
+                    self._greeted.append(_Neighbor(connection, int(rank)))
+                else:
+                    connection.close()
+
+
+def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[int], list[int]]:
+    """Ask the first :data:`MOST` of some ranks whether they are there.
+
+    Args:
+        patience: Seconds to wait for answers.
+
+    Returns:
+        Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or something
+        keeps Python from running.
+    """
+    begun, ended = time.monotonic(), []
+    with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as connections:
+        for rank in ranks[:MOST]:
+            if time.monotonic() > begun + REACH or (address := _address(store, rank)) is None:
                 continue
-            self._strangers.remove(stranger)
-            if stranger.received.startswith(f"{self._token} {self._before}\n".encode()):
-                stranger.rank = self._before
-                self._neighbors.append(stranger)
+            try:
+                connection = socket.create_connection(tuple(address[:2]), timeout=REACH)
+                connection.sendall(b"?\n")
+            except ConnectionRefusedError:
+                ended.append(rank)
+            except OSError:  # unknown: the network may be at fault
+                pass
             else:
-                stranger.connection.close()
+                waiting.register(connections.enter_context(connection), selectors.EVENT_READ, rank)
+        deadline = time.monotonic() + patience
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
+            for answered, _ in waiting.select(left):
+                waiting.unregister(answered.fileobj)
+        return ended, [int(key.data) for key in waiting.get_map().values()]
+
+
+def _address(store: dist.Store, rank: int) -> list[Any] | None:
+    """Return host, port and token of a rank; None if it has none, or has withdrawn it."""
+    return json.loads(store.get(_address_of(rank))) if store.check([_address_of(rank)]) else None
 
 
 def _address_of(rank: int) -> str:
@@ -174,9 +242,8 @@ def _address_of(rank: int) -> str:
 
 
 def _close_in_child() -> None:
-    """Close connections that a forked child inherits, such as a worker of a DataLoader that outlives its parent."""
     for lifeline in list(_lifelines):
-        lifeline.end(says_goodbye=False)
+        lifeline.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):

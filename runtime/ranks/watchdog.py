@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,8 +41,8 @@ import torch.distributed as dist
 
 from .. import compat
 from .collective_order import Order, orders, standstill
-from .journal import journal, program_line
-from .lifeline import Lifeline
+from .journal import journal, on_uncaught_exceptions, program_line
+from .lifeline import Lifeline, ask
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
@@ -53,6 +53,10 @@ TICK = 1.0
 """Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
 LONGEST = 5.0
 """Maximum number of seconds between two requests to the store when nothing has moved for a while."""
+ENDING = 1.0
+"""Seconds to look for a process that has ended, when a connection was closed."""
+ANSWER = 1.0
+"""Seconds within which processes of other ranks must answer."""
 EXIT_TIMEOUT = 10.0
 """Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
@@ -106,6 +110,24 @@ class Asking:
         return f"{self.place}/{self.visit}"
 
 
+@dataclass(eq=False)
+class Guarded:
+    """A process group in which waits end if a rank's process does not answer for long; see :meth:`Watchdog.guarding`.
+
+    Args:
+        group: The process group.
+        patience: Seconds.
+    """
+
+    group: dist.ProcessGroup
+    patience: float
+    due: float = field(default_factory=time.monotonic)
+    silent: dict[int, float] = field(default_factory=dict)
+    """Ranks that do not answer, and since when."""
+    why: str = ""
+    """Why the group's waits were ended; empty if they were not."""
+
+
 class Watchdog:
     """The watchdog of this process."""
 
@@ -121,9 +143,9 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
-        self._lifeline: Lifeline | None = None
-        self._lifeline_of: dist.Store | None = None
+        self._lifeline = Lifeline()
         self._ends = threading.Event()
+        self._guarded: list[Guarded] = []
 
     # -- the program's threads ----------------------------------------------------------------------------------------
 
@@ -136,9 +158,11 @@ class Watchdog:
 
     def _start(self) -> None:
         with self._lock:
+            self._lifeline.join(compat.default_store())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
+                on_uncaught_exceptions(self._log_why_failed)
                 self._thread.start()
                 atexit.register(self.end)
 
@@ -150,17 +174,24 @@ class Watchdog:
         self._ends.set()
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
-        if self._lifeline is not None:
-            self._lifeline.end()
         if dist.is_initialized():
+            uncaught = getattr(sys, "last_value", None)
+            how = f" with {type(uncaught).__name__}: {uncaught}"[:1000] if uncaught is not None else ""
             with contextlib.suppress(RuntimeError):  # the store's process has already ended
                 for order in self._live():
-                    self._tell_end(compat.default_store(), order, "had ended its program")
+                    self._tell_end(compat.default_store(), order, f"had ended its program{how}")
+        self._lifeline.leave()
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
+
+    def revive(self, group: str) -> None:
+        """Watch models of a process group that was closed, and is connected again. Called on all its ranks."""
+        self._explained.discard(group)
+        if (order := orders().get(group)) is not None:
+            order.revive()
 
     @contextlib.contextmanager
     def asking(
@@ -190,6 +221,19 @@ class Watchdog:
             else:
                 self._asking[asked.thread] = before
 
+    @contextlib.contextmanager
+    def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[None]:
+        """Context in which waits in a process group end if a rank's process does not answer for ``patience`` seconds.
+
+        For waits that may take longer than that while all processes run, such as for a slow disk.
+        """
+        guarded = Guarded(group, patience)
+        self._guarded.append(guarded)
+        try:
+            yield
+        finally:
+            self._guarded.remove(guarded)
+
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
@@ -205,16 +249,23 @@ class Watchdog:
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
         }
-        _offer(store, f"{_of(order.group)}/failed", told)
+        store.set(_end_of(order.group, dist.get_rank()), json.dumps(how))
+        first = _found(store, f"{_of(order.group)}/failed")
+        if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
+            store.set(f"{_of(order.group)}/failed", json.dumps(told))
         store.set(f"{_of(order.group)}/notice", "")
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
+        store.set(_end_of(group, dist.get_rank()), json.dumps(None))
 
-    def explain(self, error: RuntimeError) -> None:
+    def explain(self, error: RuntimeError, what: str | None = None) -> None:
         """Raise an error that says more than the one with which a wait for a collective has ended.
 
         Other ranks may have ended the wait before the thread of this one has looked.
+
+        Args:
+            what: What the collective belongs to. None: what the journal says.
         """
         live = self._live()
         for order in live:
@@ -228,13 +279,77 @@ class Watchdog:
                 raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
             return
+        what = what or journal.doing() or next(iter(live)).latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: "
-            f"{error}. Another rank has ended, was killed or stopped, or takes longer than the process group's "
-            "timeout; what it printed last says why, and `mfsdp hang` where each rank is. Weights and optimizer "
-            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks "
-            "live."
+            f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
+            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks live. "
+            f"The backend's error: {error}"
         ) from error
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Context for collectives of ``torch.distributed``; see :meth:`explain`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error, what)
+            raise
+
+    def _log_why_failed(self, error: BaseException, _: Any) -> None:
+        """Say more than an error of a collective of the program itself that ends the program."""
+        if (
+            isinstance(error, RuntimeError)
+            and compat.is_of_gloo(error)
+            and dist.is_initialized()
+            and (live := self._live())
+        ):
+            _log.error("Rank %d: %s", dist.get_rank(), self._why_failed(live, error))
+
+    def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
+        """Say which rank has made a collective fail, and what is known of it."""
+        if why := next((guarded.why for guarded in self._guarded if guarded.why), None):
+            return why
+        try:
+            store, known = compat.default_store(), compat.known_groups()
+            others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
+            if compat.is_timeout(error):
+                gone, stopped = ask(store, others, ANSWER)
+                failed = None  # ranks that have waited as well
+            else:
+                gone, failed = self._wait_for_end(store, live, others)
+                stopped = []
+            groups = {order.group for order in live}
+            if gone and any(_ended_silently(store, groups, rank) for rank in gone):
+                return _text_of_ends(store, groups, gone)
+        except (RuntimeError, OSError, KeyError):
+            return (
+                "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
+                "last says why."
+            )
+        if failed is not None:
+            return f"{_text_of_end(failed)}."
+        if stopped:
+            return (
+                f"The process of {_ranks(stopped)} does not answer: it is stopped, or something keeps Python from running "
+                "there. `mfsdp hang` says where each rank is."
+            )
+        return "Another rank takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
+
+    def _wait_for_end(
+        self, store: dist.Store, live: Collection[Order], others: Sequence[int]
+    ) -> tuple[list[int], dict[str, Any] | None]:
+        """Find out which processes have ended, and which rank has said first that it fails.
+
+        While a process ends, its connections are closed one by one.
+        """
+        deadline = time.monotonic() + ENDING
+        while True:
+            told = [_found(store, f"{_of(order.group)}/failed") for order in live]
+            failed = next((each for each in told if each is not None and each["rank"] != dist.get_rank()), None)
+            gone, _ = ask(store, others, 0)
+            if gone or failed is not None or time.monotonic() > deadline:
+                return gone, failed
+            time.sleep(0.1)
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -259,6 +374,9 @@ class Watchdog:
         while self._done:
             self._take_back(self._done.pop())
         now = time.monotonic()
+        for guarded in list(self._guarded):
+            if now >= guarded.due and not guarded.why:
+                self._look_after(guarded)
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
         self._look_for_lost(asked)
         for order, models in self._live().items():
@@ -279,20 +397,24 @@ class Watchdog:
 
     def _look_for_lost(self, asked: Sequence[Asking]) -> None:
         """Answer agreements in place of ranks whose processes have ended."""
-        default, size = compat.default_store(), dist.get_world_size()
-        if self._lifeline_of is not default:
-            if self._lifeline is not None:
-                self._lifeline.end()
-            host = compat.address_towards(default) if size > 1 else None
-            self._lifeline_of = default
-            self._lifeline = None if host is None else Lifeline(self._connection(), host, dist.get_rank(), size)
-        if self._lifeline is None:
-            return
         store = self._connection()
         self._lifeline.look(store)
         for each in asked:
             if lost := self._lifeline.lost(store, each.ranks):
                 self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": str(lost[0])})
+
+    def _look_after(self, guarded: Guarded) -> None:
+        """End the waits in a group if one of its ranks has not answered for too long."""
+        guarded.due = time.monotonic() + min(guarded.patience / 4, LONGEST) - ANSWER
+        others = [rank for rank in dist.get_process_group_ranks(guarded.group) if rank != dist.get_rank()]
+        now = time.monotonic()
+        _, silent = ask(self._connection(), others, ANSWER)
+        guarded.silent = {rank: guarded.silent.get(rank, now) for rank in silent}
+        late = [rank for rank, since in guarded.silent.items() if now - since >= guarded.patience]
+        if late:
+            guarded.why = f"The process of {_ranks(late)} has not answered for {guarded.patience:.0f} s."
+            _log.error("Rank %d: %s", dist.get_rank(), guarded.why)
+            compat.break_connections(guarded.group)
 
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
         store, me = self._connection(), dist.get_rank()
@@ -453,6 +575,30 @@ def _of(group: str) -> str:
     return f"mfsdp/watch/{group}"
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+
+
+def _ended_silently(store: dist.Store, groups: Collection[str], rank: int) -> bool:
+    return not any(_found(store, _end_of(group, rank)) for group in groups)
+
+
+def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
+    """Say of ranks whose processes have ended why they did, of those first that are the cause."""
+    if silent := [rank for rank in gone if _ended_silently(store, groups, rank)]:
+        return (
+            f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
+            "What it printed last, or the log of its machine, tells."
+        )
+    how = next(filter(None, (_found(store, _end_of(group, gone[0])) for group in groups)))
+    return f"Rank {gone[0]} {how}, and its process has ended."
+
+
+def _end_of(group: str, rank: int) -> str:
+    """Return the key of how a rank has ended or failed, if it could still tell."""
+    return f"{_of(group)}/end/{rank}"
+
+
 def _found(store: dist.Store, key: str) -> Any:
     # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
     return json.loads(store.get(key)) if store.check([key]) else None
@@ -477,11 +623,12 @@ def _text(ask: dict[str, Any], here: str) -> str:
     )
 
 
+def _text_of_end(failed: dict[str, Any]) -> str:
+    return f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)})"
+
+
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
-    return (
-        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and will not start what other "
-        f"ranks wait for; {here}."
-    )
+    return f"{_text_of_end(failed)}, and will not start what other ranks wait for; {here}."
 
 
 def _steps(told: dict[str, Any], mine: int) -> str:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
 
 import mfsdp_compile.checkpoint.folder as folder_module
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -236,6 +237,50 @@ def test_helpers_of_torch(strategy: str) -> None:
         set_optimizer_state_dict(other, its_optimizer, copy.deepcopy(state), options=options)
         assert_same(whole(other, its_optimizer), expected)
         train(other, its_optimizer, range(1))  # the loaded state must allow further training
+
+
+def _grown(state: dict[str, Any], name: str) -> None:
+    state[name] = torch.cat([state[name].view(-1, *state[name].shape[1:])] * 2)
+
+
+UNFIT = {
+    "another shape": (
+        lambda state: _grown(state, "head.weight"),
+        "head.weight has shape (26, 13) there, (13, 13) here",
+    ),
+    "a buffer of another shape": (lambda state: _grown(state, "norm.running_mean"), "running_mean has shape (26,)"),
+    "missing": (lambda state: state.pop("blocks.2.up.weight"), "blocks.2.up.weight is missing there"),
+    "unexpected": (lambda state: state.update(other=torch.ones(2)), "other is unknown here"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_what_rank_0_broadcasts_is_compared_first(compiled: bool) -> None:
+    """A state dict that does not fit is an error on all ranks, and changes no parameter, buffer or state."""
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    module = torch.compile(model.module, backend="mfsdp") if compiled else model.module
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    before, state_before = full_state_dict(model, rank=None), full_optimizer_state_dict(optimizer, rank=None)
+    is_first = dist.get_rank() == 0
+    for kind, (spoil, message) in UNFIT.items():
+        if kind == "missing" and compiled:  # rank 0 looks for names without _orig_mod, and raises before it broadcasts
+            continue
+        state = {name: torch.full_like(value, 7) for name, value in before.items()} if is_first else {}
+        if is_first:
+            spoil(state)
+        with raises_everywhere(RuntimeError, message, "Nothing was loaded"):
+            set_model_state_dict(module, state, options=options)
+        assert_close(full_state_dict(model, rank=None), before, rtol=0, atol=0)
+    state = get_optimizer_state_dict(model.module, optimizer, options=StateDictOptions(full_state_dict=True))
+    for held in state["state"].values():
+        held["exp_avg"].fill_(7)
+    _grown(state["state"]["scale"], "exp_avg_sq")
+    with raises_everywhere(RuntimeError, "state.scale.exp_avg_sq has shape (2,) there, () here"):
+        set_optimizer_state_dict(model.module, optimizer, state if is_first else {}, options=options)
+    after = full_optimizer_state_dict(optimizer, rank=None)
+    assert_close(after["state"], state_before["state"], rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -721,6 +766,27 @@ def test_full_parameters_come_bucket_by_bucket() -> None:
             value.zero_()  # a copy
         assert sorted(names) == sorted(alone)
         assert torch.equal(model.module.scale.full_tensor(), alone["scale"])
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "HSDP optim_grads_params", "HFSDP"])
+@on_ranks(4)
+def test_full_optimizer_states_come_bucket_by_bucket(strategy: str) -> None:
+    """One gather for each state of a bucket and each group of ranks, and the values of each parameter's state."""
+    model, optimizer = make(strategy)
+    train(model, optimizer, range(2))
+    expected = {
+        (name, key): value.full_tensor() if isinstance(value, RowShardedTensor) else value
+        for name, held in optimizer.state_dict()["state"].items()
+        for key, value in held.items()
+    }
+    found: dict[str, Any] = {}
+    counts = collectives(lambda: found.update(full_optimizer_state_dict(optimizer, rank=None)))
+    buckets = [bucket for bucket in model.sharded.buckets if bucket.plan.requires_grad]
+    assert sum(len(bucket.params) for bucket in buckets) > 2 * len(buckets)
+    assert counts["all_gather_into_tensor"] == sum(2 * len(bucket.topology.shard_groups) for bucket in buckets)
+    assert {(name, key) for name, held in found["state"].items() for key in held} == expected.keys()
+    for (name, key), value in expected.items():
+        assert torch.equal(found["state"][name][key], value), (name, key)
 
 
 # -- from Hugging Face and back ---------------------------------------------------------------------------------------

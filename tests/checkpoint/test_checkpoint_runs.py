@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import pytest
 import torch
 import torch.distributed as dist
 import zoo
@@ -91,6 +92,42 @@ def test_a_run_that_loads_takes_the_folder_over() -> None:
     (said,) = save(Checkpoints(root, keep=1), 2, first)
     assert "step-00000003" in said
     assert names(root) == ["step-00000002", "step-00000003"]
+
+
+@on_ranks(2, timeout=90)
+def test_a_damaged_checkpoint_that_was_passed_over_is_named() -> None:
+    """Later starts say what was wrong with it, also those that have not tried to load it."""
+    root = shared_folder()
+    first, _ = make()
+    save(Checkpoints(root), 1, first)
+    second, _ = make(1)
+    Checkpoints(root).load(second)
+    save(Checkpoints(root), 2, second)
+    (file,) = (path for path in (root / "step-00000002").glob("*.distcp") if path.name.startswith("__1"))
+    if dist.get_rank() == 0:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    third, _ = make(2)
+    with pytest.raises(RuntimeError, match="damaged"):
+        Checkpoints(root).load(third)
+    load(root / "step-00000001", third)
+    (said,) = save(Checkpoints(root), 3, third)
+    fourth, _ = make(3)
+    assert Checkpoints(root).load(fourth).step == 3
+    (again,) = save(Checkpoints(root), 4, fourth)
+    for warning in (said, again):
+        assert "step-00000002: " in warning
+        assert f"{file.name} has other contents than were written" in warning
+    # A damaged manifest names no run.
+    if dist.get_rank() == 0:
+        (root / "step-00000002" / "manifest.json").write_text("{}")
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Checkpoints(root).save(5, fourth)
+    assert dist.get_rank() or any("skipped" in str(w.message) and "step-00000002" in str(w.message) for w in caught)
 
 
 @on_ranks(2)

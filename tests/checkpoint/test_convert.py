@@ -21,7 +21,19 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.format_utils
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_files import EXPERTS, FFN, HIDDEN, LAYERS, RanksWriter, blocks, dense_params, moe_params, write_torch_dist
+from megatron_files import (
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    LAYERS,
+    RanksWriter,
+    blocks,
+    dense_params,
+    load_and_step,
+    moe_params,
+    write_torch_dist,
+)
+from pool import Pools, RankError
 from torch import Tensor, nn
 
 from mfsdp_compile import cli
@@ -282,6 +294,25 @@ def test_options_of_each_parameters_group(tmp_path: Path) -> None:
         to_fsdp(tmp_path / "in", tmp_path / "no", group_map={"model.module.x": 0})
     with pytest.raises(CheckpointError, match=r"into group 7, but the checkpoint's optimizer has 2 groups"):
         to_fsdp(tmp_path / "in", tmp_path / "no", group_map=dict.fromkeys(named, 7))
+
+
+@pytest.mark.processes
+def test_states_and_settings_are_loaded(tmp_path: Path, pools: Pools) -> None:
+    """A sharded model takes main weights, states, steps and settings of groups: the next step is plain AdamW's."""
+    named = expected_fsdp({key: torch.empty(param.shape) for key, param in dense_params().items()}, False)
+    write_torch_dist(tmp_path / "one", groups=1)
+    write_torch_dist(tmp_path / "two", steps=(4, 9))
+    one = tmp_path / "one-fsdp"
+    mfsdp("convert", tmp_path / "one", one)  # its only group is everyone's
+    two = to_fsdp(tmp_path / "two", tmp_path / "two-fsdp", group_map=dict.fromkeys(named, 1))
+    pools.of(2).run(load_and_step, folder=str(one), steps=5, lr=1e-3, weight_decay=0.0)
+    pools.of(2).run(load_and_step, folder=str(two), steps=9, lr=1e-3, weight_decay=0.1)
+    # Without a map, settings are the program's, and all groups must have taken the same steps.
+    write_torch_dist(tmp_path / "same")
+    pools.of(2).run(load_and_step, folder=str(to_fsdp(tmp_path / "same", tmp_path / "same-fsdp")), steps=5)
+    unknown = to_fsdp(tmp_path / "two", tmp_path / "unknown-fsdp")
+    with pytest.raises(RankError, match=r"different numbers of steps \(4, 9\).*--param-to-param-group-map-json"):
+        pools.of(2).run(load_and_step, folder=str(unknown), steps=9)
 
 
 def test_groups_from_parameters_alone(tmp_path: Path) -> None:

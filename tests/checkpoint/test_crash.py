@@ -26,7 +26,7 @@ from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
-EVENTS = {0: range(1, 31), 1: range(1, 4)}
+EVENTS = {0: range(1, 37), 1: range(1, 4)}
 """Events of a save, by rank. Python versions differ by a few."""
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 from documents import ROOT
+from megatron_files import load_and_step
 from pool import Pools
-from torch import Tensor, nn
+from torch import Tensor
 
-from mfsdp_compile import cli, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.checkpoint import CheckpointError, full_state_dict, load
+from mfsdp_compile import cli
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.megatron_states import PREFIX
 
 FOLDER = os.environ.get("MFSDP_MEGATRON_CORE", os.path.join(sys.prefix, "megatron_core"))
 IS_THERE = importlib.util.find_spec("megatron") is not None or os.path.isdir(os.path.join(FOLDER, "megatron"))
@@ -208,50 +209,19 @@ def test_another_size_of_tensor_parallelism(megatron: Megatron, tmp_path: Path) 
             assert torch.equal(param["value"], torch.cat([expected[half] for half in halves])), name
 
 
-class Named(nn.Module):
-    """Parameters of a checkpoint's model, under its names."""
-
-    def __init__(self, shapes: dict[str, torch.Size]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            *path, last = name.split(".")
-            module: nn.Module = self
-            for step in path:
-                if step not in dict(module.named_children()):
-                    module.add_module(step, nn.Module())
-                module = module.get_submodule(step)
-            module.register_parameter(last, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
-
-    def forward(self, factor: Tensor) -> Tensor:
-        return sum(((param * factor).float().square().sum() for param in self.parameters()), torch.zeros(()))
-
-
-def load_converted(folder: str) -> dict[str, Any]:
-    """Load the weights into a sharded model, refuse the optimizer's state, and take a step."""
-    reader = CheckpointReader(folder)
-    names = [key.removeprefix("model.module.") for key in reader if key.startswith("model.module.")]
-    model = fully_shard_model(Named({name: reader.shape(f"model.module.{name}") for name in names}))
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    with pytest.raises(CheckpointError, match=r"unexpected.*optimizer\.module\.module\.decoder"):
-        load(folder, model, optimizer)
-    load(folder, model, allow_cast="model.*")  # bfloat16 in the file, float32 in the shards
-    loaded = {name: value.float().numpy() for name, value in full_state_dict(model).items()}
-    model(torch.ones((), dtype=torch.bfloat16)).backward()
-    optimizer.step()
-    stepped = full_state_dict(model)
-    assert all((loaded[name] != value.float().numpy()).any() for name, value in stepped.items())
-    return loaded
-
-
 @pytest.mark.processes
-def test_what_conversion_makes_is_loaded_by_three_ranks(megatron: Megatron, pools: Pools, tmp_path: Path) -> None:
-    """A sharded model takes the weights; the optimizer's states, under Megatron-FSDP's names, are refused."""
+def test_what_conversion_makes_is_loaded_by_two_ranks(megatron: Megatron, pools: Pools, tmp_path: Path) -> None:
+    """A sharded model takes main weights and states. Its next step is that of AdamW with what Megatron held."""
     expected = full_tensors(megatron(tmp_path / "run", tp=2), tp=2)
     out = tmp_path / "fsdp"
     run = str(tmp_path / "run" / "iter_0000003")
     assert not cli.main(["convert-torch-dist-to-fsdp-dtensor", run, str(out)])
-    loaded = pools.of(3).run(load_converted, folder=str(out))[0]
-    weights = {key.removeprefix("model.module."): t for key, t in expected.items() if key.startswith("model.")}
-    assert loaded.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert np.array_equal(loaded[name], tensor.float().numpy()), name
+    loaded = pools.of(2).run(load_and_step, folder=str(out), steps=3)[0]
+    main = {
+        key.removesuffix(".param").removeprefix(f"optimizer.state.{PREFIX}"): t
+        for key, t in expected.items()
+        if key.endswith(".param")
+    }
+    assert loaded.keys() == main.keys()
+    for name, tensor in main.items():
+        assert np.array_equal(loaded[name], tensor.numpy()), name

@@ -197,7 +197,7 @@ _BRIDGE = [
         WRITTEN,
         "`mfsdp convert` makes it of `torch_dist`; not of optimizer states by buckets (`dp_reshardable`)",
         f"{_T}test_errors {_V}test_torch_dist_there_and_back {_R}test_a_round_trip"
-        f" {_R}test_states_by_buckets {_R}test_what_conversion_makes_is_loaded_by_three_ranks",
+        f" {_R}test_states_by_buckets {_R}test_what_conversion_makes_is_loaded_by_two_ranks",
         "mfsdp convert IN OUT",
     ),
     (

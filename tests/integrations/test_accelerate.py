@@ -135,14 +135,49 @@ def test_offload(policy: Any, tmp_path: Path) -> None:
         assert_same(again.train(slice(4, 6)), after)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
-def test_fsdp_of_accelerate_is_refused() -> None:
+def test_configuration_of_fsdp2(offload: bool) -> None:
+    """What accelerate's plugin asks for is what ``fully_shard_model`` gets, offload too."""
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_offload=offload, reshard_after_forward=False, transformer_cls_names_to_wrap=list(UNITS)
+    )
     with trainers():
-        accelerator = MfsdpAccelerator(cpu=True)
-        accelerator.state.distributed_type = accelerate.DistributedType.FSDP  # on CPUs, accelerate ignores the plugin
-        model = fully_shard_model(hf_trainer.build(), fsdp_unit_modules=UNITS)
-        with pytest.raises(ValueError, match="offload_policy=CPUOffloadPolicy"):
-            accelerator.prepare(model)
+        accelerator = MfsdpAccelerator(cpu=True, fsdp_plugin=plugin)
+        model = fully_shard_model(hf_trainer.build(), **accelerator.sharding_arguments())
+        assert {bucket.plan.offload is not None for bucket in model.sharded.buckets} == {offload}
+        assert accelerator.prepare(model) is model
+        loss = model(**next(iter(plain_loop.batches(hf_trainer.windows(1, 2), hf_trainer.BATCH)))).loss
+        accelerator.backward(loss)
+        assert torch.isfinite(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        other = fully_shard_model(
+            hf_trainer.build(), fsdp_unit_modules=UNITS, offload_policy=None if offload else CPUOffloadPolicy()
+        )
+        with raises_everywhere(ValueError, "cpu_offload=", "accelerator.sharding_arguments()"):
+            accelerator.prepare(other)
+    first = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    with trainers(), raises_everywhere(ValueError, "activation_checkpointing=True"):
+        MfsdpAccelerator(cpu=True, fsdp_plugin=first).sharding_arguments()
+    with trainers():
+        assert MfsdpAccelerator(cpu=True).sharding_arguments() == {}
+
+
+@on_ranks(2)
+def test_fsdp_of_accelerate_does_not_shard() -> None:
+    """Where accelerate would shard with torch's FSDP, which it does not do on CPUs, the model stays as it is."""
+    init = accelerate.Accelerator.__init__
+
+    def on_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.state.distributed_type = accelerate.DistributedType.FSDP
+        self.state.fsdp_plugin = kwargs["fsdp_plugin"]
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    with trainers(), mock.patch.object(accelerate.Accelerator, "__init__", on_gpu):
+        accelerator = MfsdpAccelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.distributed_type == accelerate.DistributedType.MULTI_GPU
+        model = fully_shard_model(hf_trainer.build(), **accelerator.sharding_arguments())
+        assert accelerator.prepare(model) is model
 
 
 @on_ranks(2)

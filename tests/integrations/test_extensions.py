@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
+from mfsdp_compile import fsdp2 as interface
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
@@ -288,6 +289,25 @@ def test_weights_of_four_bits_stay_whole() -> None:
     sharded = fully_shard_model(model, ignored_params=[model.base])
     sharded(torch.ones(2, 512)).sum().backward()
     assert type(model.down.weight.grad).__name__ == "RowShardedTensor"
+
+
+class OfTwo(InBFloat16):
+    """Wraps two tensors."""
+
+    def __init__(self, data: Tensor) -> None:
+        super().__init__(data)
+        self._other = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data", "_other"], None
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_fsdp2s_interface_refuses_a_tensor_of_two() -> None:
+    """It compares values, without the class's operators, before it looks at classes."""
+    model = interface.fully_shard(wrap(nn.Linear(6, 8), OfTwo))
+    with pytest.raises(NotImplementedError, match=r"'weight' is a OfTwo .* must wrap one ordinary tensor"):
+        list(model.parameters())
 
 
 class Reading(nn.Module):

@@ -18,6 +18,7 @@ from test_fsdp2 import APIS, Net, built, shard
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -741,6 +742,29 @@ def test_layers_are_unfrozen() -> None:
     same(program)
 
 
+@on_ranks(2)
+def test_layers_are_unfrozen_in_a_module_that_is_not_sharded() -> None:
+    """As FSDP2's own test: each layer is a model of its own, and the optimizer is made from the module around them."""
+
+    def program(api: Any) -> Results:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        for layer in model:
+            api.fully_shard(layer)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        results: Results = []
+        for step in range(6):
+            for layer in model[::2]:
+                layer.requires_grad_(step >= 3)
+            loss = model(mine(6, 8)).sum()
+            loss.backward()
+            results += [loss.detach(), [whole(param.grad) for layer in model[1::2] for param in layer.parameters()]]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    same(program)
+
+
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_frozen_modules_used_several_times(reshard: bool) -> None:
@@ -902,17 +926,89 @@ def test_parameters_are_shards_between_steps(reshard: bool | None) -> None:
             assert torch.equal(param.full_tensor(), values[name]), name
 
 
-@on_ranks(2, timeout=60)
-def test_parameters_read_from_a_module_around() -> None:
-    """A module that was not given to ``fully_shard`` shards nothing, so that its parameters may be those from before."""
-    torch.manual_seed(0)
-    model = nn.Sequential(mlp())
-    fsdp2.fully_shard(model[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(mine(2, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"is not trained\. Something still holds it: an optimizer"):
-        optimizer.step()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+@on_ranks(2)
+def test_units_in_a_module_that_is_not_sharded() -> None:
+    """Only blocks are given to ``fully_shard``, and everything else is done with the module around them."""
+
+    def program(api: Any) -> Results:
+        model = nn.Sequential(mlp(), nn.LayerNorm(8), mlp())
+        saved = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+        api.fully_shard(model[0][2])
+        api.fully_shard(model[0])
+        api.fully_shard(model[2])
+        results = [type(value).__name__ != "Parameter" for value in model.parameters()]
+        if api is fsdp2:
+            model.load_state_dict(saved)
+        else:
+            shards = model.state_dict()
+            placed = {
+                name: distribute_tensor(value, there.device_mesh, there.placements)
+                if isinstance(there := shards[name], DTensor)
+                else value
+                for name, value in saved.items()
+            }
+            model.load_state_dict(placed)
+        return [*results, *steps(model, mine(6, 8))]
+
+    same(program)
+    with torch.device("meta"):
+        model = nn.Sequential(mlp(), mlp())
+    for block in model:
+        fsdp2.fully_shard(block)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    torch.optim.AdamW(model.parameters())
+
+
+@on_ranks(2)
+def test_inside_replicate() -> None:
+    """torch's composable ``replicate`` leaves out what was given to ``fully_shard``."""
+
+    def program(api: Any) -> Results:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        api.fully_shard(model[1][0])
+        api.fully_shard(model[1])
+        replicate(model.cpu())
+        return steps(model, mine(6, 8))
+
+    same(program)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(fsdp2.fully_shard(mlp()))
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, others: list[Tensor]) -> Tensor:
+        return x + others[0]
+
+
+@on_ranks(2)
+def test_models_without_parameters() -> None:
+    """A module that has none, or whose parameters are all ignored: every method works, and inputs are cast."""
+
+    def program(api: Any) -> Results:
+        policy = api.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        model = api.fully_shard(Sum(), mp_policy=policy)
+        ignored = mlp()
+        api.fully_shard(ignored, ignored_params=set(ignored.parameters()))
+        results: Results = []
+        for each in (model, ignored):
+            each.unshard()
+            each.reshard()
+            for value in (False, True):
+                each.set_requires_gradient_sync(value)
+                each.set_reshard_after_forward(value)
+                each.set_reshard_after_backward(value)
+                each.set_unshard_in_backward(value)
+            each.set_modules_to_forward_prefetch([])
+        x = mine(6, 8).requires_grad_()
+        loss = model(x, [x]).sum()
+        loss.backward()
+        return [*results, loss.detach(), x.grad, len(model.state_dict()), *steps(ignored, mine(6, 8))]
+
+    same(program)
+    model = fsdp2.fully_shard(Sum())
+    compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    assert torch.equal(compiled(torch.ones(2), [torch.ones(2)]), torch.full((2,), 2.0))
+    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -1062,13 +1158,29 @@ def test_meta_device(width: int) -> None:
     same(program)
 
 
-@on_ranks(2)
-def test_values_that_were_not_given() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2, timeout=60)
+def test_values_that_were_not_given(compiled: bool) -> None:
+    """Parameters from the meta device without values are named at the first forward, on every rank."""
     with torch.device("meta"):
         model = nn.Sequential(mlp(), mlp())
     for module in (*model, model):
         fsdp2.fully_shard(module)
-    assert model(torch.randn(2, 8)).isnan().all(), "values that were not given are seen"
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}) if compiled else model
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="parameters from the meta device have no values yet"):
+            call(torch.randn(2, 8))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name != "1.2.bias":
+                param.fill_(0.5)
+    # The bias is in rows of both ranks.
+    with pytest.raises(RuntimeError, match=r"1 parameters .* have no values yet: '1\.2\.bias'"):
+        call(torch.randn(2, 8))
+    with torch.no_grad():
+        model[1][2].bias.fill_(0.5)
+    assert call(torch.randn(2, 8)).isfinite().all()
+    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -1097,16 +1209,15 @@ def test_settings_that_are_refused() -> None:
     model = shard(fsdp2, built())
     with pytest.raises(NotImplementedError, match="the hook runs on the current stream"):
         model.set_all_reduce_hook(lambda gradient: None, stream=object())
-    for number in (0, 2.5, True):
-        with pytest.raises(ValueError, match="takes a whole number from 1 on"):
+    for number, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="takes a whole number from 1 on"):
             model.set_reduce_scatter_max_input_buffers(number)
-    for call in (
-        lambda: model.layers[0].set_requires_gradient_sync(False),
-        lambda: model.set_requires_gradient_sync(False, recurse=False),
-        lambda: model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False),
-    ):
-        with pytest.raises(ValueError, match="for the model as a whole"):
-            call()
+    with pytest.raises(ValueError, match=r"reset_iter_state was called on module 'layers\.0'"):
+        model.layers[0].reset_iter_state()
+    runtime = model._mfsdp_window.runtime
+    for number, module, largest in ((3, model.layers[0], 3), (2, model.layers[1], 3), (2, model, 2)):
+        module.set_reduce_scatter_max_input_buffers(number)
+        assert runtime.policy.reductions_in_flight == largest
     same(lambda api: steps(shard(api, built()), mine(6, 8), count=1))
 
 
@@ -1129,6 +1240,26 @@ def test_a_mesh_of_a_group() -> None:
         return steps(shard(api, built(), mesh=mesh), mine(6, 8))
 
     same(program)
+
+
+@pytest.mark.skipif(compat.TORCH_VERSION < (2, 12), reason="torch 2.11 has no DataParallelMeshDims")
+@pytest.mark.parametrize(
+    ("shape", "shards", "replicates"),
+    [
+        ((2, 1), ("a", "b"), None),
+        ((1, 2), None, ("a", "b")),
+        ((1, 2, 1), ("b", "c"), "a"),
+        ((1, 2, 1), "c", ("a", "b")),
+    ],
+)
+@on_ranks(2)
+def test_named_dimensions(shape: tuple[int, ...], shards: Any, replicates: Any) -> None:
+    """Several dimensions of a mesh to shard or to replicate over."""
+    dims = fsdp2.DataParallelMeshDims(shard=shards, replicate=replicates)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+    model = shard(fsdp2, built(), mesh=mesh, dp_mesh_dims=dims)
+    assert_same(steps(model, mine(6, 8)), steps(shard(fsdp2, built()), mine(6, 8)))
+    assert next(model.parameters()).placements[-1].is_replicate() == (shards is None)
 
 
 @on_ranks(2)

@@ -335,11 +335,13 @@ def test_generation_gives_the_tokens_of_the_whole_model() -> None:
     world = dist.get_world_size()
     gathers = counts["all_gather_into_tensor"]
     assert gathers % 12 == 0
-    assert gathers // 12 >= 4  # per token that some rank still generates: three layers and the root's parts
+    # Per token that some rank still generates: three layers and the root's parts.
+    assert gathers // 12 >= 4 if world > 1 else gathers == 0
     with model.gathered():
         assert collectives(generate)["all_gather_into_tensor"] == 0
     with model.gathered(20_000):
-        assert 0 < collectives(generate)["all_gather_into_tensor"] < gathers
+        fewer = collectives(generate)["all_gather_into_tensor"]
+    assert 0 < fewer < gathers if world > 1 else fewer == 0
     generate()
     assert len(found) == 4
     assert all(torch.equal(tokens, expected) for tokens in found), world

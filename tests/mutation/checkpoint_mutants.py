@@ -11,6 +11,20 @@ PLACE = "mfsdp_compile/checkpoint"
 
 CHECKPOINT = (
     Mutant(
+        f"{PLACE}/megatron_states.py",
+        "settings and steps of mapped groups are those of the first group",
+        "        if name in self.settings:",
+        "        if False:",
+        ("checkpoint/test_convert.py -k states_and_settings",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "a run forgets what a run before it could not load",
+        "sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)",
+        "sharded.lineage.take_up((manifest.run, *manifest.continues), {})",
+        (f"{RUNS} passed_over",),
+    ),
+    Mutant(
         f"{PLACE}/saving.py",
         "a save in the background writes what training changes",
         'return tensor.to("cpu", copy=True)',

@@ -41,6 +41,20 @@ MORE_RUNTIME = (
         MUON,
     ),
     Mutant(
+        "runtime/optim/tracking.py",
+        "the warning about Muon points at a scheduler",
+        "frame.f_code.co_filename.startswith(inside) and frame.f_back is not None",
+        "False",
+        ("integrations/test_fsdp2.py -k muon",),
+    ),
+    Mutant(
+        "runtime/ranks/agreement.py",
+        "values of wrapped tensors are read from the tensor around them",
+        "    if inner := compat.inner_tensors(tensor):\n",
+        "    if False and (inner := compat.inner_tensors(tensor)):\n",
+        ("integrations/test_extensions.py -k of_two",),
+    ),
+    Mutant(
         "runtime/optim/muon.py",
         "with outer ranks matrices go to owners of other pieces",
         "        {k: piece % outer.size for k, piece in owner.items()},",
@@ -107,7 +121,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/muon.py",
         "experts that may be several are one parameter",
-        "    if param.topology.skips_itself and param.split.groups and param.ndim < 3:",
+        "    if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:",
         "    if False:",
         WHOLE_MUON,
     ),
@@ -196,8 +210,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/state.py",
         "loaded state shares the memory of the state dict",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split",
-        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split",
+        "RowShardedTensor.wrap(rows.to(param.to_local().device), param.row_split",
         ("runtime/test_optimizer.py -k loaded_state",),
     ),
     Mutant(
@@ -360,8 +374,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/eager/engine.py",
         "frozen units stay gathered in backward",
-        "                if not other.plan.requires_grad and gathered.unit is not unit and",
-        "                if False and",
+        "                if is_done and gathered.unit is not unit and",
+        "                if other in self._complete and gathered.unit is not unit and",
         ("programs/test_more_programs.py -k gathered_in_a_step",),
     ),
     Mutant(
@@ -455,6 +469,21 @@ MORE_RUNTIME = (
         "None",
         ("programs/test_comm_buffers.py -k test_a_copy_is_registered",),
     ),
+    # -- limits of compilation, and ranks that end -----------------------------------------------------------------------
+    Mutant(
+        "runtime/compat/recompilation.py",
+        "code is left to Python at the limit of recompilations",
+        "config.patch(recompile_limit=sys.maxsize, **varying)",
+        "config.patch(**varying)",
+        ("ranks/test_recompilation.py", "runtime/test_compat.py -k beyond_the_limit"),
+    ),
+    Mutant(
+        "runtime/recovery.py",
+        "process groups of the program stay closed after a reset",
+        "        _reconnect(name, ranks, model.members.agreeing)\n",
+        "        pass\n",
+        ("ranks/test_stalls.py -k default_group",),
+    ),
     Mutant(
         "runtime/ranks/watchdog.py",
         "nobody tells ranks that wait for a process that has ended",
@@ -465,8 +494,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/ranks/lifeline.py",
         "a process that ended in order is taken for a killed one",
-        "neighbor.received.endswith(GOODBYE)",
-        "False",
+        "in_order=_address(store, rank) is None",
+        "in_order=False",
         ("ranks/test_lost_ranks.py -k save-1-exit",),
     ),
     # -- models that become parts of larger ones ----------------------------------------------------------------------
@@ -492,10 +521,10 @@ MORE_RUNTIME = (
         ("integrations/test_fsdp2_between.py -k kinds_of_models",),
     ),
     Mutant(
-        "runtime/memory/tensor.py",
+        "runtime/memory/operators/arguments.py",
         "overwritten values are compared",
-        "                        leaf.backing.noted.pop(leaf.split.name, None)",
-        "                        pass",
+        "            tensor.backing.noted.pop(tensor.row_split.name, None)",
+        "            pass",
         ("integrations/test_fsdp2_between.py -k values_that_differ",),
     ),
 )

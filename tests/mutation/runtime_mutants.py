@@ -7,6 +7,7 @@ from .mutant import Mutant
 LAYOUT = ("runtime/test_layout.py",)
 OPTIMIZER = "runtime/test_optimizer.py -k"
 TENSOR = "runtime/test_tensor.py -k"
+OPERATORS = "runtime/test_operators.py -k"
 STACKS = "runtime/test_stacks.py -k"
 EXPERTS = "parallel/test_expert_parallel.py -k"
 
@@ -135,8 +136,8 @@ RUNTIME = (
     Mutant(
         "runtime/exchange.py",
         "gradients that wait for a reduction stay in a communication buffer",
-        "        if self.needs_token:",
-        "        if False:",
+        "        if self.needs_token or not self.groups:",
+        "        if not self.groups:",
         ("programs/test_comm_buffers.py -k test_every_strategy",),
     ),
     Mutant(
@@ -248,25 +249,75 @@ RUNTIME = (
     ),
     # -- averaged gradients -------------------------------------------------------------------------------------------
     Mutant(
-        "runtime/memory/averaged_gradient.py",
+        "runtime/memory/replicated.py",
         "gradients of penalties are summed over ranks, not averaged",
         '"sum", group.name)) / group.size',
         '"sum", group.name))',
         ("programs/test_more_programs.py -k differs_between_ranks",),
     ),
     Mutant(
-        "runtime/memory/averaged_gradient.py",
+        "runtime/memory/replicated.py",
         "penalties of each rank keep its own factor",
-        "        for group in groups:\n            announce",
+        "        for group in averaging.groups:\n            announce",
         "        for group in ():\n            announce",
         ("programs/test_more_programs.py -k differs_between_ranks",),
     ),
     Mutant(
-        "runtime/memory/averaged_gradient.py",
+        "runtime/memory/replicated.py",
         "other ranks do not learn that gradients are averaged",
-        "            announce(what, group.name, parameter)\n",
+        "            announce(what, group.name, averaging.parameter)\n",
         "",
         ("programs/test_more_programs.py -k test_a_penalty_in_the_loss_of_one_rank",),
+    ),
+    # -- operators on parameters at rest ------------------------------------------------------------------------------
+    Mutant(
+        "runtime/memory/operators/whole.py",
+        "writes to views of parameters are lost",
+        "        wholes[id(base)].write_to(base)",
+        "        pass",
+        (f"{OPERATORS} writes_reach",),
+    ),
+    Mutant(
+        "runtime/memory/operators/whole.py",
+        "views that autograd records can be written to",
+        "isinstance(args[0], ReplicatedTensor) and args[0].view_of:",
+        "False:",
+        (f"{OPERATORS} autograd_records",),
+    ),
+    Mutant(
+        "runtime/memory/replicated.py",
+        "gradients through operators that consist of others are not averaged",
+        "            return tensor.averaging  #",
+        "            return None  #",
+        (f"{OPERATORS} gradients_of_penalties",),
+    ),
+    Mutant(
+        "runtime/memory/operators/row_by_row.py",
+        "rows are reduced like other dimensions",
+        "            if not dims or min(dims) < first.row_split.row_dims:",
+        "            if not dims:",
+        (f"{OPERATORS} values_are",),
+    ),
+    Mutant(
+        "runtime/memory/operators/elementwise.py",
+        "views that overlap what is written to are read in the middle of writing",
+        "local.clone() if id(reference) in writes and _overlaps(value, reference) else local",
+        "local",
+        (f"{OPERATORS} few_rows",),
+    ),
+    Mutant(
+        "runtime/memory/operators/reductions.py",
+        "sums of 16-bit numbers are added in 16 bits",
+        "torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype",
+        "dtype",
+        (f"{OPERATORS} 16_bit",),
+    ),
+    Mutant(
+        "runtime/memory/operators/gather.py",
+        "rows of torch's DTensors are taken for this rank's",
+        "    start = sum(counts[: group.rank])",
+        "    start = 0",
+        (f"{OPERATORS} torchs_dtensors",),
     ),
     # -- stacks of matrices -------------------------------------------------------------------------------------------
     Mutant(
@@ -298,14 +349,14 @@ RUNTIME = (
         (f"{STACKS} float8",),
     ),
     Mutant(
-        "runtime/memory/tensor.py",
+        "runtime/memory/rows.py",
         "a part of a matrix goes on in the next one",
         "            end = min(stop, (index + 1) * inner)",
         "            end = stop",
         (f"{STACKS} boxes",),
     ),
     Mutant(
-        "runtime/memory/tensor.py",
+        "runtime/memory/rows.py",
         "boxes of a part are boxes of the whole",
         "            its = tuple(o + first for o, first in zip(offsets, self.offsets, strict=True))",
         "            its = tuple(offsets)",
@@ -349,9 +400,23 @@ RUNTIME = (
     Mutant(
         "runtime/topology.py",
         "gradients of experts with outer ranks are not reduced",
-        "        if self.is_alone and self.outer is None and not keeps_whole:",
-        "        if self.inner.size == 1 and not keeps_whole:",
+        "        if self.outer is not None:\n            stages.append(",
+        "        if self.outer is not None and self.inner.size > 1:\n            stages.append(",
         (f"{EXPERTS} alone_have_no",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "reductions over one rank",
+        "if s.group.size > 1 or s is deferring or self.inspects)",
+        "if True)",
+        ("runtime/test_one_rank.py",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "gathers over one rank in compiled code",
+        "        if exchange.gather_size == 1 and not (",
+        "        if exchange.gather_size == 0 and not (",
+        ("runtime/test_one_rank.py",),
     ),
     # -- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
@@ -576,9 +641,16 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "parameters that were replaced are not noticed",
-        "                if site.module._parameters.get(site.attribute) is not param:",
+        "                if module is not None and module._parameters.get(site.attribute) is not param:",
         "                if False:",
         ("programs/test_errors.py -k changed_after_sharding",),
+    ),
+    Mutant(
+        "runtime/owner.py",
+        "buckets keep their model alive",
+        "        self._owner = weakref.ref(owner)",
+        "        self._owner = lambda: owner",
+        ("runtime/test_freed.py -k other_uses",),
     ),
     Mutant(
         "runtime/memory/bucket.py",
@@ -590,8 +662,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "whole parameters of one rank are views of its shard",
-        "            whole = whole.clone()\n        return [whole[slot",
-        "            pass\n        return [whole[slot",
+        "            whole = whole.clone()\n        return [self.whole_view",
+        "            pass\n        return [self.whole_view",
         ("checkpoint/test_checkpoint.py -k full", "runtime/test_whole.py", "runtime/test_strategies.py -k whole"),
     ),
     Mutant(
@@ -612,7 +684,7 @@ RUNTIME = (
     Mutant(
         "runtime/optim/flat_step.py",
         "padding up to the next parameter is not in the run",
-        "    start, stop = held[0].start, min([*later, bucket.flat.numel()])",
+        "    start, stop = held[0].start, min([*later, shard.numel()])",
         "    start, stop = held[0].start, held[-1].stop",
         ("runtime/test_optimizer.py -k flat_steps_see",),
     ),
@@ -732,8 +804,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/gradients.py",
         "a hook may change the gradient that it is shown",
-        "            changed = hook(views[index].clone())",
-        "            changed = hook(views[index])",
+        "hooks_of_parameters.call(hook, views[index].clone())",
+        "hooks_of_parameters.call(hook, views[index])",
         ("programs/test_scenarios.py -k hooks",),
     ),
     Mutant(

@@ -141,7 +141,7 @@ TRANSFORMER_ENGINE = (
     Mutant(
         "runtime/eager/engine.py",
         "recomputed layers get only the plane of forward",
-        "Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed",
+        "Planes.BOTH if in_backward else Planes.ROWS)  # recomputed",
         "Planes.ROWS)  # recomputed",
         (f"{QUANTIZED} 'test_checkpointed_blocks and mxfp8'",),
     ),

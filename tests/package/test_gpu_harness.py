@@ -100,7 +100,7 @@ def test_real_parts_on_fake_gpus(tmp_path: Path) -> None:
     assert [each["name"] for each in summary["parts"]] == ["environment", "overlap"]
     environment, overlap = (each["result"] for each in summary["parts"])
     assert environment["torch"] == summary["about"]["machine"]["torch"]
-    assert 0 < overlap["hidden"] <= 1
+    assert overlap["hidden"] is None  # one GPU communicates with no other
     assert (tmp_path / "out" / "overlap.trace.json").stat().st_size > 1000
 
 

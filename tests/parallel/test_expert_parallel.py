@@ -344,8 +344,8 @@ def test_experts_whose_matrices_are_cut(mode: str) -> None:
         with torch.no_grad():
             assert torch.equal((param + whole[name]).full_tensor(), 2 * whole[name])
         if is_expert(name):
-            assert param.split.row_dims == 2
-            assert len(param.split.rows(0)) % param.shape[1]
+            assert param.row_split.row_dims == 2
+            assert len(param.row_split.rows(0)) % param.shape[1]
 
 
 # -- parameters at rest ------------------------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
         whole = alone.get_parameter(name)
         assert param.shape == whole.shape, name
         assert torch.equal(param.full_tensor(), whole), name
-        torch.testing.assert_close(param.norm().detach(), whole.norm().detach())
-        torch.testing.assert_close(param.mean().detach(), whole.mean().detach())
+        torch.testing.assert_close(param.norm().detach().full_tensor(), whole.norm().detach())
+        torch.testing.assert_close(param.mean().detach().full_tensor(), whole.mean().detach())
         assert param.max() == whole.max(), name
     tokens = batches(0)[0]
     loss_of(model, tokens[dist.get_rank()]).backward()
@@ -369,7 +369,7 @@ def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
     for foreach in (False, True):
         got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
         wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, foreach=foreach)
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got.full_tensor(), wanted)
     for each in (model.module, alone):
         torch.manual_seed(3)
         for param in each.parameters():
@@ -442,7 +442,7 @@ def test_experts_that_are_modules(mode: str, over_all: bool) -> None:
             gradient = torch.cat([other.grad for other in others])
             assert torch.equal(param.full_tensor(), torch.cat(others))
         torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=RELATIVE, atol=1e-7)
-    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm.sqrt())
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor(), norm.sqrt())
     if over_all:
         with raises_everywhere(NotImplementedError, f"'blocks.0.experts.{ep_rank * 2}", "Number experts from 0"):
             list(model.full_parameters())
@@ -752,10 +752,10 @@ def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> No
 def test_experts_alone_have_no_collectives() -> None:
     """Experts that no other rank has have none. Those that only outer ranks have, too, are reduced with them."""
     config = dataclasses.replace(CONFIG, layers=1, dispatch="all_gather")
-    for mesh, groups in (("1 x 4", []), ("HSDP 2 x 1 x 2", [1, 2])):
+    for mesh, groups in (("1 x 4", []), ("HSDP 2 x 1 x 2", [2])):
         model = make(mesh, config)
         (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
-        assert bool(experts.exchange.gather_group) == bool(groups)
+        assert not experts.exchange.gather_group
         assert experts.exchange.group_sizes == groups
     model = make("1 x 4", config, report_nan_in_param_grad=True)  # the start of a reduction inspects gradients
     assert all(bucket.exchange.inspected and bucket.exchange.groups for bucket in model.sharded.buckets)

@@ -516,16 +516,23 @@ def _groups_of(run: Run) -> list[str]:
     return list(dict.fromkeys([exchange.gather_group, *exchange.groups]))
 
 
+@pytest.mark.parametrize(("mode", "asks"), [(EAGER, True), (EAGER, False), (AOT_EAGER, False)])
 @on_ranks(2)
-def test_a_copy_is_registered_when_that_is_asked_for() -> None:
-    """Registering is a collective, and one rank may copy a model alone."""
+def test_a_copy_is_registered_when_it_is_used(mode: str, asks: bool) -> None:
+    """Registering is a collective, and one rank may copy a model alone: ranks register when they use the copy, or ask."""
     with on_nccl() as log:
         model, _ = parity.shard(parity.build(zoo.Plain), EAGER, sharding={"nccl_ub": True})
         del log[:]
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(copy.deepcopy(model) if not asks else model)
         assert not log
         assert not twin.sharded.comm_buffers.is_strict
-        assert twin.manual_buffer_registration()
+        if asks:
+            assert twin.manual_buffer_registration()
+        else:
+            call = twin if mode == EAGER else torch.compile(twin, backend="mfsdp", options={"inner": "aot_eager"})
+            with torch.no_grad():
+                call(torch.randn(6, 8))
+        assert twin.sharded.comm_buffers.is_strict
         registered = [entry for entry in log if entry[0] == "register"]
         assert [(group, symmetric) for _, group, _, symmetric in registered] == [
             (group, True) for group in model.sharded.members.group_names
@@ -535,6 +542,7 @@ def test_a_copy_is_registered_when_that_is_asked_for() -> None:
             each(data).backward()
         for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(mine.grad.to_local(), its.grad.to_local())
+        assert len([entry for entry in log if entry[0] == "register"]) == len(registered), "once"
         addresses = [
             {a for kind in each.sharded.comm_buffers.addresses.values() for a in kind} for each in (model, twin)
         ]

@@ -184,8 +184,12 @@ def test_models_that_cannot_be_sharded() -> None:
         fully_shard_model(model.module, fsdp_unit_modules="auto")
     with pytest.raises(ValueError, match="no shape yet"):
         fully_shard_model(nn.Sequential(nn.LazyLinear(3)))
-    with pytest.raises(NotImplementedError, match=r"'0\.weight' is complex"):
-        fully_shard_model(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)))
+    scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(NotImplementedError, match=r"Module '1' is a torch\.jit\.ScriptModule"):
+        fully_shard_model(scripted)
+    with pytest.raises(NotImplementedError, match=r"ScriptModule.*ignored_params"):
+        fully_shard_model(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))))
+    assert [type(param) for param in scripted.parameters()] == [nn.Parameter] * 4
     with pytest.raises(ValueError, match=r"meta device.*init_model_with_meta_device=True"):
         fully_shard_model(nn.Linear(2, 2, device="meta"))
 

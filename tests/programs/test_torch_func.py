@@ -58,6 +58,17 @@ class Forces(zoo.Plain):
         return torch.func.grad(self.energy)(x).pow(2).mean()
 
 
+class ScaledForces(Forces):
+    """What the transform differentiates reads a parameter of the module that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def energy(self, x: Tensor) -> Tensor:
+        return super().energy(x * self.scale)
+
+
 class ForcesByAutograd(Forces):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -72,7 +83,14 @@ class Mapped(Forces):
 
 @pytest.mark.parametrize(
     ("model", "mode"),
-    [(Forces, EAGER), (Forces, AOT_EAGER), (ForcesByAutograd, EAGER), (Mapped, EAGER), (Mapped, AOT_EAGER)],
+    [
+        (Forces, EAGER),
+        (Forces, AOT_EAGER),
+        (ScaledForces, EAGER),
+        (ForcesByAutograd, EAGER),
+        (Mapped, EAGER),
+        (Mapped, AOT_EAGER),
+    ],
 )
 @on_ranks(2)
 def test_transforms_inside_forward(model: type[Forces], mode: str) -> None:
@@ -84,24 +102,20 @@ def test_transforms_inside_forward(model: type[Forces], mode: str) -> None:
     assert_gradients(sharded, alone)
 
 
-class ScaledForces(Forces):
-    """The module that calls the transform holds a parameter."""
+class ReadsBefore(ScaledForces):
+    """The module that calls the transform has read a parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(8))
-
-    def energy(self, x: Tensor) -> Tensor:
-        return super().energy(x * self.scale)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale.mean())
 
 
 @on_ranks(2, timeout=60)
-def test_gradients_inside_an_eager_forward_are_refused() -> None:
-    """torch.func.grad inside the eager forward of a module that holds parameters raises.
+def test_gradients_after_a_read_in_an_eager_forward_are_refused() -> None:
+    """torch.func.grad inside the eager forward of a module raises after that module has read a parameter.
 
     It does not allow hooks on saved tensors, which keep gathered parameters out of them.
     """
-    _, call, _ = both(ScaledForces, EAGER, units=[zoo.Block])
+    _, call, _ = both(ReadsBefore, EAGER, units=[zoo.Block])
     with parity.raises_everywhere(RuntimeError, "torch.autograd.grad(outputs, inputs, create_graph=True)"):
         call(torch.randn(4, 8))
 

@@ -6,8 +6,10 @@ The timeout of the process group is half an hour. The table in docs/debugging.md
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -16,6 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -32,6 +35,7 @@ from torch import Tensor
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.checkpoint.saving import PublishingWriter
 
 CULPRIT = 1
 HEADER = ("on one rank", "other ranks have, within 30 s", "afterwards")
@@ -206,10 +210,10 @@ def test_a_rank_that_does_not_come_to_a_save() -> None:
         dist.barrier()
 
 
-def dies_or_stops(mode: str, how: int, rank: int, store: str, said: Connection) -> None:
+def dies_or_stops(mode: str, how: int, rank: int, port: int, said: Connection) -> None:
     """Die or stop in the backward of the third step."""
-    short = timedelta(seconds=5)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=short)
+    short, store = timedelta(seconds=5), dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=short)
     torch.set_num_threads(1)
     model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
@@ -240,12 +244,12 @@ def dies_or_stops(mode: str, how: int, rank: int, store: str, said: Connection) 
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: Path) -> None:
+def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals) -> None:
     context = server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [
-        context.Process(target=dies_or_stops, args=(mode, how, rank, str(tmp_path / "store"), pipes[rank][1]))
-        for rank in range(2)
+        context.Process(target=dies_or_stops, args=(mode, how, rank, store.port, pipes[rank][1])) for rank in range(2)
     ]
 
     def hear(rank: int) -> tuple[str, float]:
@@ -259,7 +263,13 @@ def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: P
         assert hear(CULPRIT)[0] == "here"
         text, took = hear(1 - CULPRIT)
         assert "A collective failed on rank 0, in " in text, text
-        assert "Another rank has ended, was killed or stopped" in text
+        said = (
+            "does not answer: it is stopped"
+            if how == signal.SIGSTOP
+            else "has ended and could not say why: it was killed"
+        )
+        assert f"The process of rank 1 {said}" in text
+        assert text.index("The process of rank 1") < text.index("The backend's error")
         assert took < SECONDS
         if how == signal.SIGSTOP:
             os.kill(ranks[CULPRIT].pid or 0, signal.SIGCONT)
@@ -272,3 +282,82 @@ def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: P
             process.join()
     fault, afterwards = ("it is stopped", RESET) if how == signal.SIGSTOP else ("it is killed", RESTART)
     has_row(f"{fault}, in backward", "A collective failed on rank 0, in", afterwards)
+
+
+def ends_elsewhere(where: str, rank: int, port: int, root: str, said: Connection) -> None:
+    """Die or stop where others wait, but in no collective of the model."""
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    limit = timedelta(seconds=3) if "stopped" in where else timedelta(minutes=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    torch.set_num_threads(1)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mfsdp_compile").addHandler(handler)
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    write = PublishingWriter.write_data
+
+    def end(*args: Any) -> Any:
+        if rank == CULPRIT:
+            said.send(("here", 0.0))
+            os.kill(os.getpid(), signal.SIGSTOP if "stopped" in where else signal.SIGKILL)
+        return write(*args) if args else None
+
+    begun = time.monotonic()
+    try:
+        if where.startswith("before"):
+            end()
+        if "a save" in where:
+            with mock.patch.object(PublishingWriter, "write_data", end):
+                Checkpoints(root).save(1, model)
+        elif "a reset" in where:
+            model.reset()
+        else:
+            dist.barrier()
+    except RuntimeError as error:
+        text = str(error)
+        if "barrier" in where:  # an uncaught error
+            sys.excepthook(type(error), error, None)
+            text = "; ".join(logged)
+        said.send((text, time.monotonic() - begun))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "where",
+    [
+        "before a barrier, killed",
+        "before a save, killed",
+        pytest.param("before a reset, killed", marks=pytest.mark.long),
+        pytest.param("in a save, killed", marks=pytest.mark.long),
+        "in a save, stopped",
+    ],
+)
+def test_a_rank_ends_elsewhere(where: str, tmp_path: Path) -> None:
+    """The other rank learns within seconds which rank has ended or does not answer, whatever the timeout of a group."""
+    context = server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        context.Process(target=ends_elsewhere, args=(where, rank, store.port, str(tmp_path), pipes[rank][1]))
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        assert pipes[CULPRIT][0].poll(60)
+        assert pipes[1 - CULPRIT][0].poll(60), "the other rank says nothing"
+        text, took = pipes[1 - CULPRIT][0].recv()
+        assert took < SECONDS
+        said = "The process of rank 1 has ended and could not say why: it was killed"
+        if "stopped" in where:
+            said = "The process of rank 1 has not answered for 3 s"
+        elif where in ("before a save, killed", "before a reset, killed"):  # where ranks wait in an agreement
+            said = "the process of rank 1 was killed or has crashed"
+        assert said in text, text
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from test_order import Branches
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
 
 SECONDS = 30.0
 """Time within which every rank must have its error. It takes about three seconds."""
@@ -33,8 +35,9 @@ class Training:
 
     def __init__(self, mode: str = EAGER, **arguments: Any) -> None:
         self.mode, self.arguments = mode, arguments
+        self.mesh = mesh()
         self.model: Any = fully_shard_model(
-            parity.build(lambda: Branches(2)), mesh(), fsdp_unit_modules=[zoo.Block], **arguments
+            parity.build(lambda: Branches(2)), self.mesh, fsdp_unit_modules=[zoo.Block], **arguments
         )
         self.call: Any = self.model
         if mode != EAGER:
@@ -76,6 +79,7 @@ class Training:
                 assert fragment in text, f"{fragment!r} is not in {everyone}"
         assert all(torch.equal(a, b) for a, b in zip(before, self.values(), strict=True))
         self.model.reset()
+        works(self.mesh.get_group())
         self.step()
         after = self.values()
         fresh = Training(**self.arguments)  # eager, with the same numbers
@@ -88,6 +92,14 @@ class Training:
                 torch.testing.assert_close(mine, expected)
             else:
                 assert torch.equal(mine, expected)
+
+
+def works(group: dist.ProcessGroup) -> None:
+    """Assert that a process group of the program can be used."""
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == dist.get_world_size(group)
+    dist.barrier(group)
 
 
 RANK = "Rank 0"
@@ -172,7 +184,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
 
 @on_ranks(2, timeout=120)
 def test_one_rank_falls_back_from_the_compiler() -> None:
-    """If one rank reaches Dynamo's limit of recompilations and runs eagerly, all ranks raise."""
+    """If one rank runs a compiled model eagerly, all ranks raise."""
     training = Training(AOT_EAGER)
     training.step(3)
 
@@ -213,6 +225,39 @@ def test_the_others_wait_for_one_that_evaluates() -> None:
             dist.barrier(over)
 
         training.stalls(program, "Rank 0 has reached a forward without gradients", unexplained=(1,))
+        works(over)
+
+
+@on_ranks(2, timeout=120)
+def test_the_default_group_works_after_a_reset() -> None:
+    """So do everything that communicates over it, and a second model; and so they do after another failure."""
+    both = [fully_shard_model(parity.build(lambda: Branches(2)), fsdp_unit_modules=[zoo.Block]) for _ in range(2)]
+    model, x, own = both[0], torch.ones(2, 8), dist.new_group(timeout=timedelta(minutes=30))
+
+    def diverge() -> None:
+        if dist.get_rank() == 0:
+            model(x, without=(0,)).backward()
+        for _ in range(2):
+            model(x).backward()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"model\.reset\(\)"):
+            diverge()
+        for each in both:
+            each.reset()
+        for group in (dist.group.WORLD, own, model.dist_index.get_dp_group()):
+            works(group)
+        names = [None, None]
+        dist.all_gather_object(names, dist.group.WORLD.group_name)
+        assert names == [dist.group.WORLD.group_name] * 2
+        third = fully_shard_model(parity.build(lambda: Branches(2)), fsdp_unit_modules=[zoo.Block])
+        for each in (*both, third):
+            each(x).backward()
+            assert next(each.parameters()).full_tensor().shape == (8, 8)
+            each.zero_grad()
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        Checkpoints(folder[0]).save(1, model)
 
 
 @on_ranks(4, timeout=120)

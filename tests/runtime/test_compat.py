@@ -80,6 +80,33 @@ def test_what_a_backward_does_with_gradients_is_known() -> None:
     assert wanted == [kinds.NOT, kinds.NOT, kinds.RETURNED, kinds.ADDED]
 
 
+def test_guards_on_hooks_have_code_compiled_again() -> None:
+    """Of modules and of all modules, when they come and when they go."""
+    compiled: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        compat.guard_on_hooks()
+        compiled.append(1)
+        return gm.forward
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    torch.compiler.reset()
+    call, x = torch.compile(lambda x: model(x), backend=backend), torch.ones(1, 2)
+    handles: list[Any] = []
+    counts = []
+    for change in (
+        lambda: None,
+        lambda: handles.append(model[1].register_forward_hook(lambda *_: None)),
+        lambda: handles.pop().remove(),
+        lambda: handles.append(nn.modules.module.register_module_forward_pre_hook(lambda *_: None)),
+        lambda: handles.pop().remove(),
+    ):
+        change()
+        call(x)
+        counts.append(len(compiled))
+    assert counts == [1, 2, 2, 3, 3]
+
+
 def test_hooks_that_count_tensors_are_known() -> None:
     tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
     tensors[0].register_hook(lambda gradient: None)
@@ -343,6 +370,21 @@ def test_compiled_code_in_a_dispatch_mode() -> None:
     assert seen[-1:] == ["aten.mul.Tensor"]
 
 
+def test_wrappers_follow_what_changes_shapes_in_place() -> None:
+    class Wrapper(Tensor):
+        inner: Tensor
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            func(args[0].inner, *args[1:])
+            return compat.return_and_correct_aliasing(func, args, kwargs or {}, args[0])
+
+    wrapper = Tensor._make_wrapper_subclass(Wrapper, (1, 3))
+    wrapper.inner = torch.ones(1, 3)
+    assert wrapper.squeeze_(0) is wrapper
+    assert wrapper.shape == wrapper.inner.shape == (3,)
+
+
 def test_parameter_placeholders() -> None:
     gm, _ = dynamo_graph(nn.Linear(3, 3), torch.randn(2, 3))
     first = next(iter(gm.graph.nodes))
@@ -463,6 +505,15 @@ def test_tensors_have_values_in_the_middle_of_a_plan() -> None:
 
     with compat.fake_mode():
         assert total() == 6
+
+
+def test_torch_knows_fully_sharded_modules() -> None:
+    from torch.distributed._composable.replicate import _is_fully_sharded
+
+    module = nn.Linear(2, 2)
+    assert not _is_fully_sharded(module)
+    compat.register_fully_sharded(module)
+    assert _is_fully_sharded(module)
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -860,6 +911,78 @@ def test_a_wait_can_be_ended_from_another_thread() -> None:
 
 
 @on_ranks(2, timeout=60)
+def test_a_group_is_connected_again() -> None:
+    """A group keeps its identity, and can be closed and connected again four times."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    name, description = group.group_name, group.group_desc
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for number in range(5):
+        dist.barrier(group)
+        compat.break_connections(group)
+        assert compat.broken_groups() == [group]
+        with pytest.raises(RuntimeError) as closed:
+            dist.barrier(group)
+        assert compat.is_of_gloo(closed.value)
+        assert not compat.is_timeout(closed.value)
+        assert compat.reconnect(group) == (number < 4)
+        assert (group.group_name, group.group_desc, compat.timeout_of(group)) == (
+            name,
+            description,
+            timedelta(seconds=30),
+        )
+        if number < 4:
+            assert compat.collectives_started(group) == 0
+            total = compat.wait_tensor(compat.all_reduce(torch.ones(1), "sum", mesh.get_group().group_name))
+            assert total.item() == 2
+            assert compat.collectives_started(group) == 1
+            assert not compat.broken_groups()
+    assert not compat.is_own(group)
+    assert compat.is_own(compat.new_group(range(2)))
+    dist.destroy_process_group(group)
+
+
+def test_code_is_compiled_beyond_the_limit() -> None:
+    """Sizes and a number on a module that vary become symbols. The second limit holds, and settings are restored."""
+    told: list[Any] = []
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        compat.compile_beyond_limit(told.append)
+        graphs.append(gm)
+        return gm
+
+    class Counts(nn.Module):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x * self.count
+
+    module, torch_default = Counts(), torch._dynamo.config.automatic_dynamic_shapes
+    call: Any = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in range(2, 12):
+            assert torch.equal(call(torch.ones(size)), torch.full((size,), size - 1.0))
+        assert torch._dynamo.config.recompile_limit == 2
+        assert len(graphs) <= 5
+        assert {(each.setting, each.limit) for each in told} == {("recompile_limit", 2)}
+        assert told[0].code.startswith("forward (")
+        assert told[0].shapes == ((4,),)
+        assert "expected" in told[0].reason
+    assert torch._dynamo.config.automatic_dynamic_shapes == torch_default
+    told.clear()
+    torch._dynamo.reset()
+    call = torch.compile(lambda x, name: x + len(name), backend=backend)
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2):
+        for name in ("a", "bb", "ccc"):
+            call(torch.ones(2), name)
+    torch._dynamo.reset()
+    assert [each.setting for each in told] == ["recompile_limit", "accumulated_recompile_limit"]
+    compat.compile_beyond_limit(told.append)  # outside of a compilation
+
+
+@on_ranks(2, timeout=60)
 def test_where_a_thread_waits() -> None:
     group = dist.new_group()
     found: list[Any] = []
@@ -952,6 +1075,12 @@ def test_matrices_in_float8_are_multiplied_with_scales_of_rows_and_columns() -> 
     rows, columns = torch.arange(16.0).view(16, 1), torch.arange(16.0).view(1, 16)
     product = compat.scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16)
     assert torch.equal(product.float(), (16 * rows * columns).bfloat16().float())
+
+
+def test_composite_operators() -> None:
+    assert compat.is_composite(torch.ops.aten.expand_as.default)
+    assert not compat.is_composite(torch.ops.aten.add.Tensor)
+    assert torch.equal(torch.ops.aten.expand_as.default.decompose(torch.ones(1), torch.ones(3)), torch.ones(3))
 
 
 def test_sizes_that_are_multiples() -> None:

@@ -19,7 +19,7 @@ from mfsdp_compile.runtime.init import deferred_fill
 from mfsdp_compile.runtime.init.deferred_fill import DeferredFills
 from mfsdp_compile.runtime.init.mersenne import skipped
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.tensor import RowSplit
+from mfsdp_compile.runtime.memory.rows import RowSplit
 
 RANKS = 3
 

@@ -265,7 +265,7 @@ def test_muon_over_stacks() -> None:
                 model = fully_shard_model(parity.build(Stacks), **mesh_arguments(strategy))
             params = params_of(model)
             if tight and strategy == "optim_grads_params":
-                assert any(param.split.row_dims == 2 for param in params.values())
+                assert any(param.row_split.row_dims == 2 for param in params.values())
             optimizer = fully_shard_optimizer(muon_over(params))
             for step in range(3):
                 set_gradients(params, step)

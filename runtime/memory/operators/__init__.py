@@ -1,0 +1,49 @@
+"""Operators on parameters at rest.
+
+Each is computed in the first of these ways that can:
+
+    reduction     over all rows: one all-reduce, to a replicated tensor
+    elementwise   on each rank's rows, without communication; optimizers consist of these. If the rows of two tensors
+                  of one shape are on different ranks, those of one tensor move first, by one all-to-all
+    random        draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
+    row by row    what computes each row from itself (sums of rows, a column, a product with a matrix): on each rank's rows
+    whole         everything else: gathers the tensors, and computes a replicated tensor on every rank. A view is
+                  gathered when it is read, and writes to it reach the rows
+
+Whatever communicates must be called on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from ..dispatched import Dispatched, dispatching
+from ..tensor import RowShardedTensor, UnreducedGradient
+from . import elementwise, random, reductions, row_by_row, unreduced, whole
+from .elementwise import like_rows
+
+__all__ = ["like_rows"]
+
+_TIERS = (reductions.compute, elementwise.compute, random.compute, row_by_row.compute)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(isinstance(leaf, UnreducedGradient) for leaf in leaves):
+        return unreduced.compute(func, args, kwargs)
+    if torch.is_inference_mode_enabled() and compat.is_composite(func):  # elsewhere, autograd decomposes it
+        with dispatching():
+            return func.decompose(*args, **kwargs)
+    if not any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
+        return whole.compute(func, args, kwargs)
+    for compute in _TIERS:
+        if (result := compute(func, args, kwargs)) is not NotImplemented:
+            return result
+    return whole.compute(func, args, kwargs)
+
+
+Dispatched.dispatch = staticmethod(_dispatch)

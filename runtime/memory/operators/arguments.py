@@ -1,0 +1,106 @@
+"""Arguments of operators: by name, what is written to, and what cannot be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ... import compat
+from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
+
+__all__ = [
+    "about_to_write",
+    "by_name",
+    "dims_of",
+    "leaves_of",
+    "refuse",
+    "refuse_own_values",
+    "rows_among",
+    "written_to",
+]
+
+
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operator, by the names that its schema gives them."""
+    named = {}
+    for i, argument in enumerate(func._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        named[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, default)
+    return named
+
+
+def leaves_of(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments."""
+    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def rows_among(*values: Any) -> list[RowShardedTensor]:
+    """Return the sharded tensors in nested arguments."""
+    return [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, RowShardedTensor)]
+
+
+def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes to."""
+    if func._schema.is_mutable:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from leaves_of(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def about_to_write(tensors: Sequence[Tensor], overwrites: bool = False) -> None:
+    """Tell autograd, gathers and copies on the host that rows change; see :func:`.before_write`.
+
+    Args:
+        overwrites: Whether all values are replaced; then their digests need not be compared.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, RowShardedTensor)]
+    for tensor in sharded:
+        keep(tensor)
+        if overwrites:
+            tensor.backing.noted.pop(tensor.row_split.name, None)
+    before_write(*sharded)
+
+
+def dims_of(dim: Any, ndim: int) -> tuple[int, ...] | None:
+    """Return dimensions, counted from the first one; None: all of them."""
+    if dim is None or dim == []:
+        return None
+    return tuple(d % max(ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim]))
+
+
+def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
+    tensors = leaves_of(args, kwargs)
+    sharded = next((t for t in tensors if isinstance(t, RowShardedTensor)), None)
+    name = repr(sharded.row_split.name) if sharded is not None else "a parameter"
+    plain = [t for t in tensors if not isinstance(t, DTensor)]
+    if not why and plain:
+        what = f"{func} mixes the sharded parameter {name} with an ordinary tensor of shape {tuple(plain[0].shape)}"
+    else:
+        what = f"{func} on the sharded parameter {name} {why}"
+    raise RuntimeError(
+        f"{what}. Between steps a parameter is this rank's shard. Ordinary tensors can be combined with it element by "
+        "element. Anything else is computed with distribute_tensor(tensor, parameter.device_mesh, [Replicate()]), or "
+        "with parameter.full_tensor() (collectives: call them on all ranks). Inside the forward of the module that "
+        "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it there too if it "
+        "runs in a module's forward."
+    )
+
+
+def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
+    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own.
+
+    Operators of derivatives are not concerned: the gradient of a sum over all rows is the same on every rank.
+    """
+    is_scalar = not any(value.stride()) or value.numel() == 1
+    if isinstance(value, DTensor) or is_scalar or not compat.in_backward() or hooks_of_parameters.run:
+        return
+    if compat.is_called_by_backward():
+        raise RuntimeError(
+            f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary tensor "
+            f"of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different ranks. "
+            "Read module.parameter instead, which is the whole tensor in backward. What is the same on every rank, such as "
+            "a mask, can be applied in a hook of the parameter (parameter.register_hook), or between steps."
+        )

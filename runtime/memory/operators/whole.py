@@ -1,0 +1,145 @@
+"""Every other operator: on whole tensors, with views that are gathered when they are read.
+
+Writes to a sharded tensor, or to a view of it, go to a whole copy, of which each rank takes its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ... import compat
+from ..dispatched import Dispatched
+from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, replicate
+from ..tensor import RowShardedTensor
+from .arguments import leaves_of, refuse, written_to
+from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
+from .gather import whole_of
+
+__all__ = ["compute"]
+
+aten = torch.ops.aten
+
+
+def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.is_view and isinstance(args[0], (RowShardedTensor, RowView)):
+        return _view(func, *args, **kwargs)
+    if is_foreach(func) and any(is_list_of_tensors(a) and len(a) > 1 for a in args):
+        return _each_alone(func, args, kwargs)
+    tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
+    spread = [t for t in tensors if isinstance(t, (RowShardedTensor, RowView))]
+    _check(func, args, kwargs, spread, writes)
+    if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
+        return _by_torch(func, args, kwargs, tensors)
+    read = [t for t in spread if not any(t is w for w in writes)]
+    in_place = _same_place(func)
+    needed = {id(_base(t)) for t in (read if in_place else spread)}
+    over = next((_base(t).topology for t in spread), None)  # type: ignore[attr-defined]
+    wholes = {id(t): whole_of(t, func, over, id(t) in needed) for t in map(_base, tensors)}
+
+    def local(tensor: Tensor) -> Tensor:
+        values = wholes[id(_base(tensor))].values
+        return tensor.of(values) if isinstance(tensor, RowView) else values
+
+    locals_ = {id(tensor): local(tensor) for tensor in tensors}
+    swapped_args, swapped_kwargs = compat.tree_map_only(Tensor, lambda t: locals_[id(t)], (args, kwargs))
+    result = func(*swapped_args, **swapped_kwargs)
+    for base in {id(_base(t)): _base(t) for t in writes}.values():
+        wholes[id(base)].write_to(base)
+    if torch.Tag.inplace_view in func.tags:
+        return args[0].reshaped_in_place(func, args, kwargs)
+    originals = {id(locals_[id(t)]): t for t in writes}
+    is_ordinary = any(_makes_ordinary(t) for t in tensors)
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([wrap(each) for each in value])
+        return originals[id(value)] if id(value) in originals else value if is_ordinary else replicate(value, tensors)
+
+    made = wrap(result)
+    if func.is_view and isinstance(args[0], ReplicatedTensor) and args[0].view_of:
+        for each in leaves_of(made):
+            each.view_of = args[0].view_of  # type: ignore[attr-defined]
+    return made
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor.base if isinstance(tensor, RowView) else tensor
+
+
+def _same_place(func: Any) -> bool:
+    """Whether each written element depends on elements at its place only, so that others' rows need not be known."""
+    return is_elementwise(func) and func._schema.is_mutable
+
+
+def _makes_ordinary(tensor: Tensor) -> bool:
+    """Whether the result of an operator with this tensor is an ordinary one; not for numbers, as in torch's DTensors."""
+    has_values = tensor.is_floating_point() or tensor.is_complex()  # and is no index or mask
+    return not isinstance(tensor, DTensor) and has_values and (tensor.ndim > 0 or tensor.requires_grad)
+
+
+def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
+    return any(isinstance(t, DTensor) and not isinstance(t, Dispatched) for t in tensors)
+
+
+def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    if torch.Tag.inplace_view in func.tags and any(isinstance(t, (RowShardedTensor, RowView)) for t in writes):
+        refuse(func, args, kwargs, "would change its shape or memory in place")
+    for tensor in writes:
+        if isinstance(tensor, ReplicatedTensor) and not isinstance(tensor, RowView) and tensor.view_of:
+            raise RuntimeError(
+                f"{func} would write to values of a view of the sharded parameter {tensor.view_of!r}, and not reach it, because "
+                "autograd records. Write to views of parameters under torch.no_grad()."
+            )
+    if spread and not is_elementwise(func):
+        for tensor in leaves_of(args, kwargs):
+            if (
+                not isinstance(tensor, DTensor)
+                and tensor.ndim
+                and tensor.is_floating_point()
+                and not any(tensor is w for w in writes)
+                and func not in _TAKE_VALUES
+            ):
+                refuse(func, (_base(spread[0]), tensor), {})
+
+
+_TAKE_VALUES = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+"""Operators that put values in places, as elementwise operators do."""
+
+
+def _view(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    base, steps = (tensor.base, tensor.steps) if isinstance(tensor, RowView) else (tensor, ())
+    made = func(tensor.outline if isinstance(tensor, RowShardedTensor) else tensor.of(base.outline), *args, **kwargs)
+    averaging = averaging_of(tensor, [tensor])
+    if isinstance(made, Tensor):
+        return RowView.make(base, (*steps, Step(func, args, kwargs)), averaging)
+    return [RowView.make(base, (*steps, Step(func, args, kwargs, index)), averaging) for index in range(len(made))]
+
+
+def _each_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a foreach operator for one number of its lists after the other: few whole tensors exist at a time."""
+    count = max(len(a) for a in args if is_list_of_tensors(a))
+    results = [
+        Dispatched.dispatch(
+            func, tuple(a[i : i + 1] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args), kwargs
+        )
+        for i in range(count)
+    ]
+    return None if results[0] is None else [each for result in results for each in result]
+
+
+def _by_torch(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """Let torch compute with its DTensors and replicated tensors."""
+    mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor) and not isinstance(t, Dispatched))
+
+    def ordinary(tensor: ReplicatedTensor) -> Tensor:
+        local = tensor._local_tensor
+        meta = compat.TensorMeta(local.shape, local.stride(), local.dtype)
+        return compat.dtensor_of(local, compat.DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
+
+    args, kwargs = compat.tree_map_only(ReplicatedTensor, ordinary, (args, kwargs))
+    return func(*args, **kwargs)
