@@ -277,6 +277,9 @@ class MegatronFSDP(nn.Module):
             gradients = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
+        for param in self.sharded.ignored.values():
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module.zero_grad`` does, including those in ``decoupled_grad``."""
@@ -306,7 +309,8 @@ class MegatronFSDP(nn.Module):
         """Yield the name and the full tensor of every parameter, bucket by bucket.
 
         For exporting weights, for example to an inference engine. Names are those in :attr:`module`; tensors have the
-        dtype of the shards. Tied parameters appear once, under their first name.
+        dtype of the shards. Tied parameters appear once, under their first name. ``ignored_params`` come last: a copy of
+        what this rank has.
 
         Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
         Memory: one bucket, if the caller keeps nothing else.
@@ -317,6 +321,8 @@ class MegatronFSDP(nn.Module):
             for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):
                 yield sites[0].name, split.assemble(part)
             del parts, part
+        for name, param in self.sharded.ignored.items():
+            yield name, param.detach().clone()
 
     def gathered(self, budget: int | str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which parameters stay gathered between forwards.

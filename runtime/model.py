@@ -41,7 +41,7 @@ from .memory.registration import Registration
 from .memory.tensor import NOTED_VALUE, RowShardedTensor
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
-from .owner import owners_of
+from .owner import ignore, owners_of, stop_ignoring
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers, local_part
 from .precision import Policies
@@ -70,7 +70,7 @@ class ShardedModel:
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
         registration: Their registration with NCCL, if it was asked for.
-        ignored: Parameters of the module that are not sharded.
+        ignored: Parameters of the module that are not sharded, by name: each rank has its own.
 
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
@@ -92,7 +92,7 @@ class ShardedModel:
         overlap: Overlap,
         comm_buffers: BufferPool,
         registration: Registration | None = None,
-        ignored: Iterable[nn.Parameter] = (),
+        ignored: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.comm_buffers = comm_buffers
@@ -112,13 +112,14 @@ class ShardedModel:
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
-        self._ignored = tuple(ignored)
+        self.ignored = dict(ignored or {})
         sharded = (param for bucket in self.buckets for param in bucket.params)
-        self._known = frozenset(map(id, itertools.chain(sharded, self._ignored)))
+        self._known = frozenset(map(id, itertools.chain(sharded, self.ignored.values())))
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
             bucket.owner = self
+        ignore(self, self.ignored)
         _models.add(self)
         watch_steps()
 
@@ -126,7 +127,7 @@ class ShardedModel:
         """Copy the model with its memory, but without the state of a running step."""
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate  # buckets refer to their owner
-        buckets, eager, module, ignored = copy.deepcopy((self.buckets, self.eager, self.module, self._ignored), memo)
+        buckets, eager, module, ignored = copy.deepcopy((self.buckets, self.eager, self.module, self.ignored), memo)
         members = copy.copy(self.members)
         conduct = self.conduct.of_copy(members)
         pool = copy.deepcopy(self.comm_buffers)
@@ -189,6 +190,7 @@ class ShardedModel:
                 release_module(module)
         for param in (param for bucket in self.buckets for param in bucket.params):
             del vars(param)["mfsdp_home"]
+        stop_ignoring(self.ignored.values())
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -579,6 +581,13 @@ class ShardedModel:
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
         self.grad_sync.zero(set_to_none and not self.keeps_gradients, kept)
+        for param in self.ignored.values():
+            if param.grad is None or (kept is not None and id(param) in kept):
+                continue
+            if set_to_none and not self.keeps_gradients:
+                param.grad = None
+            else:
+                param.grad.zero_()
 
 
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:

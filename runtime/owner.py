@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from .eager.engine import EagerRuntime
@@ -28,7 +29,17 @@ if TYPE_CHECKING:
     from .optim.tracking import Optimizers
     from .ranks.conduct import Conduct
 
-__all__ = ["ModuleRef", "Owned", "Owner", "owners_of", "refuse_dropped"]
+__all__ = [
+    "ModuleRef",
+    "Owned",
+    "Owner",
+    "ignore",
+    "name_of",
+    "owner_of",
+    "owners_of",
+    "refuse_dropped",
+    "stop_ignoring",
+]
 
 
 class Owner(Protocol):
@@ -139,3 +150,43 @@ class ModuleRef:
 def owners_of(buckets: Iterable[Bucket]) -> list[Owner]:
     """Return the owners of ``buckets``, each once, in order."""
     return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
+
+
+class _Ignored(NamedTuple):
+    """The model that ignores a parameter (``ignored_params``), and the parameter's name there."""
+
+    owner: weakref.ref[Owner]
+    name: str
+
+
+_ignored: Any = WeakIdKeyDictionary()
+"""Parameters that models ignore. They are the program's objects, which may be copied and pickled, so nothing is noted on them."""
+
+
+def ignore(owner: Owner, params: Mapping[str, nn.Parameter]) -> None:
+    """Record that ``owner`` has these parameters, by name, but does not shard them."""
+    for name, param in params.items():
+        _ignored[param] = _Ignored(weakref.ref(owner), name)
+
+
+def stop_ignoring(params: Iterable[nn.Parameter]) -> None:
+    """Forget the model of these parameters."""
+    for param in params:
+        _ignored.pop(param, None)
+
+
+def owner_of(param: Any) -> Owner | None:
+    """Return the model that shards or ignores a parameter; None: there is none."""
+    if (home := getattr(param, "mfsdp_home", None)) is not None:
+        owner: Owner = home.bucket.owner
+        return owner
+    ignored = _ignored.get(param)
+    return ignored.owner() if ignored is not None else None
+
+
+def name_of(param: Any) -> str:
+    """Return the name of a parameter that a model shards or ignores, in the model's module."""
+    if (home := getattr(param, "mfsdp_home", None)) is not None:
+        name: str = home.bucket.sites[home.index][0].name
+        return name
+    return str(_ignored[param].name)

@@ -150,7 +150,7 @@ def shard_model(
         options.overlap,
         pool,
         registration,
-        options.ignored,
+        {name: param for name, param in module.named_parameters() if param in options.ignored},
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)

@@ -37,7 +37,7 @@ from torch.futures import Future
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, open_regular
 
 from .dcp_writer import CheckpointWriter, new_output
-from .pickles import CheckpointError, check_sums, load_metadata, load_object
+from .pickles import CheckpointError, StoredTensor, check_archive, check_sums, load_metadata, load_object, stored_tensor
 
 __all__ = [
     "CheckpointError",
@@ -66,26 +66,39 @@ class SafeReader(FileSystemReader):
 
     Its errors name the file. Use it together with :class:`SafeLoadPlanner`, which does the same for values that are not
     tensors.
+
+    Args:
+        path: Directory of the checkpoint.
+        reader: Reader of the same directory. None: a new one.
+        only_checks: Check that everything can be read, and read no values.
     """
+
+    def __init__(
+        self, path: str | os.PathLike[str], reader: CheckpointReader | None = None, only_checks: bool = False
+    ) -> None:
+        super().__init__(path)
+        self._reader = reader
+        self._only_checks = only_checks
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
-        metadata = load_metadata(Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata"))
+        if self._reader is None:
+            self._reader = CheckpointReader(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        metadata = self._reader.metadata
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert self._reader is not None
         for name, group in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
             try:
                 items = list(group)
-                with open_regular(inside(Path(self.path), name)) as file:
-                    for index in (item.storage_index for item in items):
-                        info = self.storage_data[index]
-                        if not info.transform_descriptors:
-                            window = io.BufferedReader(_FileRange(file, info.offset, info.length))
-                            check_sums(window, f"entry {index.fqn!r}", contents=False)
-                super().read_data(dataclasses.replace(plan, items=items), planner)
+                for item in items:
+                    if not self.storage_data[item.storage_index].transform_descriptors:
+                        self._reader.check_stored(item.storage_index)
+                if not self._only_checks:
+                    super().read_data(dataclasses.replace(plan, items=items), planner)
             except (CheckpointError, FileRefused) as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
             except Exception as error:  # torch does not document what damaged archives raise
@@ -123,17 +136,20 @@ class CheckpointReader:
 
     Args:
         directory: Directory with a ``.metadata`` file.
+        metadata: Name of that file.
 
     Raises:
         CheckpointError: See :func:`read_metadata`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], metadata: str = ".metadata") -> None:
         self.directory = Path(directory)
-        self.metadata = read_metadata(directory)
+        self.metadata = load_metadata(self.directory / metadata)
         self._where = {(index.fqn, index.offset): info for index, info in self.metadata.storage_data.items()}
         self._recent: tuple[tuple[str, torch.Size], Tensor] | None = None
         self._rows: tuple[str, dict[int, list[ChunkStorageMetadata]]] | None = None
+        self._files: dict[str, tuple[Path, int]] = {}
+        self._sizes: dict[str, dict[torch.Size, torch.Size]] = {}
 
     def keys(self) -> list[str]:
         """Return the keys of all entries, sorted."""
@@ -230,6 +246,42 @@ class CheckpointReader:
             check_sums(file, self._named(info, key))
             return file.read()
 
+    def check(self, key: str) -> None:
+        """Check that an entry is complete: its chunks cover it exactly once, and its files are long enough.
+
+        Reads no file, and allocates nothing of the entry's size.
+
+        Raises:
+            KeyError: If there is no such entry.
+            CheckpointError: If it is not.
+        """
+        entry = self._entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            self._covering(key, entry)
+        else:
+            self._check_length(self._location(MetadataIndex(key)), key)
+
+    def check_stored(self, index: MetadataIndex) -> None:
+        """Check that an entry, or a chunk of a tensor, can be read, and is what the metadata says. Reads few values.
+
+        Raises:
+            CheckpointError: If it cannot, or is something else.
+        """
+        key, entry = index.fqn, self._entry(index.fqn)
+        info = self._location(index)
+        with self._open(info, key) as file:
+            if not isinstance(entry, TensorStorageMetadata):
+                check_archive(file, self._named(info, key))
+                return
+            found = stored_tensor(file, self._named(info, key))
+        if key not in self._sizes:
+            self._sizes[key] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+        sizes = self._sizes[key][index.offset]
+        if found is None:  # not as torch.save writes a tensor, but perhaps torch.load can read it
+            self._load(key, ChunkStorageMetadata(index.offset, sizes), entry.properties.dtype)
+        elif found != StoredTensor(entry.properties.dtype, tuple(sizes)):
+            raise self._unlike(info, key, sizes, entry.properties.dtype, f"{found.shape} {found.dtype}")
+
     def release(self) -> None:
         """Drop the chunk that was read last. It is kept because neighboring parts are often in the same chunk."""
         self._recent = None
@@ -248,11 +300,14 @@ class CheckpointReader:
             loaded = load_object(file, self._named(info, key))
         if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
             found = f"{tuple(loaded.shape)} {loaded.dtype}" if isinstance(loaded, Tensor) else type(loaded).__name__
-            raise CheckpointError(
-                f"{self._named(info, key)}: .metadata describes {tuple(chunk.sizes)} {dtype}, but the file has "
-                f"{found}. They are not of the same checkpoint: copy it again."
-            )
+            raise self._unlike(info, key, chunk.sizes, dtype, found)
         return loaded
+
+    def _unlike(self, info: Any, key: str, sizes: Sequence[int], dtype: torch.dtype, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._named(info, key)}: .metadata describes {tuple(sizes)} {dtype}, but the file has {found}. They are not "
+            "of the same checkpoint: copy it again."
+        )
 
     def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
         """Return the chunks that contain part of ``tensor[row]``.
@@ -268,28 +323,33 @@ class CheckpointReader:
         return self._rows[1].get(row, [])
 
     def _covering(self, key: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
-        """Return the chunks of a tensor, after checking that they cover it."""
-        inside = all(
-            o >= 0 and n >= 0 and o + n <= size
-            for chunk in entry.chunks
-            for o, n, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-        )
-        held = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in entry.chunks if math.prod(chunk.sizes)}
-        if not inside or sum(held.values()) != math.prod(entry.size):
+        """Return the chunks of a tensor, after checking that they cover it exactly once and have enough bytes."""
+        chunks = list({(chunk.offsets, chunk.sizes): chunk for chunk in entry.chunks}.values())
+        filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+        if not _covers_once(entry.size, filled):
             raise CheckpointError(
-                f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
-                f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank did not save its part: use another checkpoint."
+                f"{self.directory / '.metadata'}: the chunks of {key} have "
+                f"{sum(math.prod(chunk.sizes) for chunk in filled):,} elements, its shape {tuple(entry.size)} "
+                f"{math.prod(entry.size):,}, and they do not cover it exactly once. A rank did not save its part: use "
+                "another checkpoint."
             )
-        filled = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+        places = []
         for chunk in filled:  # checked before memory is allocated for them
             info = self._location(MetadataIndex(key, chunk.offsets))
             self._check_length(info, key)
+            places.append((info.relative_path, info.offset, info.length))
             if info.length < (needed := math.prod(chunk.sizes) * entry.properties.dtype.itemsize):
                 raise CheckpointError(
                     f"{self._named(info, key)}: .metadata describes {needed:,} bytes of values in a file of "
                     f"{info.length:,} bytes. Use another checkpoint."
                 )
-        return filled or entry.chunks[:1]
+        for (name, start, length), (following, its_start, _) in itertools.pairwise(sorted(places)):
+            if name == following and start + length > its_start:
+                raise CheckpointError(
+                    f"{self.directory / name}: two chunks of {key} share the bytes at {its_start:,}. Use another "
+                    "checkpoint."
+                )
+        return filled or chunks[:1]
 
     def _entry(self, key: str) -> TensorStorageMetadata | BytesStorageMetadata:
         try:
@@ -333,8 +393,10 @@ class CheckpointReader:
     def _check_length(self, info: Any, key: str) -> Path:
         """Return the file that contains an entry, after checking that it is long enough."""
         try:
-            path = inside(self.directory, info.relative_path)
-            size = path.stat().st_size
+            if info.relative_path not in self._files:  # a file can have a hundred thousand entries
+                path = inside(self.directory, info.relative_path)
+                self._files[info.relative_path] = path, path.stat().st_size
+            path, size = self._files[info.relative_path]
         except FileRefused as error:
             raise CheckpointError(f"{self.directory}: {key} cannot be read: {error}.") from None
         except (FileNotFoundError, NotADirectoryError):
@@ -347,6 +409,34 @@ class CheckpointReader:
                 f"{info.offset + info.length:,}. Copy the checkpoint again."
             )
         return path
+
+
+MOST_CUT = 8
+"""Dimensions in which a tensor may be cut into chunks."""
+
+
+def _covers_once(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether non-empty chunks cover a tensor of ``shape`` exactly once.
+
+    They do if, at every point, the chunks' corners have the same signs in sum as those of the whole: a box is the sum
+    of its corners, one added and the next one subtracted, over everything that lies behind them. Takes a step for each
+    corner, however the chunks lie.
+    """
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    if not math.prod(shape):
+        return not chunks
+    cut = [d for d, n in enumerate(shape) if any(c.offsets[d] or c.sizes[d] != n for c in chunks)]
+    if len(cut) > MOST_CUT:
+        return False
+    signs: dict[tuple[int, ...], int] = {}
+    for chunk, sign in [(whole, -1), *((chunk, 1) for chunk in chunks)]:
+        corners = [((), sign)]
+        for d in cut:
+            low, high = chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]
+            corners = [each for at, s in corners for each in (((*at, low), s), ((*at, high), -s))]
+        for at, s in corners:
+            signs[at] = signs.get(at, 0) + s
+    return not any(signs.values())
 
 
 class _FileRange(io.RawIOBase):

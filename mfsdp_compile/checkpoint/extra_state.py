@@ -6,16 +6,40 @@ They are stored as tensors, which checkpoint formats carry between programs with
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["extra_from_tensor", "extra_to_tensor", "get_generators", "set_generators"]
+from mfsdp_compile.runtime.init.mersenne import words_of
+
+from .pickles import CheckpointError, check_archive
+
+__all__ = [
+    "GENERATORS",
+    "check_generators",
+    "extra_from_tensor",
+    "extra_to_tensor",
+    "get_generators",
+    "set_generators",
+]
+
+WORDS = 624
+"""Words of a Mersenne Twister."""
+
+GENERATORS: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
+    "python": (torch.int64, (1 + WORDS + 1,)),
+    "python_gauss": (torch.float64, ()),
+    "numpy": (torch.int64, (WORDS + 2,)),
+    "numpy_gauss": (torch.float64, ()),
+}
+"""Dtype and shape of each part of :func:`get_generators`, except for the state of the GPU's generator."""
 
 
 def get_generators() -> dict[str, Tensor]:
@@ -35,8 +59,52 @@ def get_generators() -> dict[str, Tensor]:
     return state
 
 
+def check_generators(state: Mapping[str, Tensor]) -> None:
+    """Check that generators with this state draw random numbers. They read memory at positions that the state names.
+
+    Raises:
+        ValueError: If they do not. The message names the part.
+    """
+    for name, (dtype, shape) in GENERATORS.items():
+        found = state.get(name)
+        if found is None:
+            raise ValueError(f"{name!r} is missing")
+        if found.dtype != dtype or tuple(found.shape) != shape:
+            raise ValueError(f"{name!r} is {tuple(found.shape)} {found.dtype} instead of {shape} {dtype}")
+    version, *words, index = state["python"].tolist()
+    if version != random.getstate()[0]:
+        raise ValueError(f"'python' has version {version}")
+    _check_twister("python", words, index)
+    *words, position, has_gauss = state["numpy"].tolist()
+    _check_twister("numpy", words, position)
+    if has_gauss not in (0, 1) or not math.isfinite(state["numpy_gauss"].item()):
+        raise ValueError("'numpy' has no normal number that was drawn before")
+    if math.isinf(state["python_gauss"].item()):
+        raise ValueError("'python_gauss' is infinite")
+    try:
+        _check_twister("torch", *words_of(state["torch"]))
+    except ValueError as error:
+        raise ValueError(f"'torch': {error}") from None
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])
+
+
+def _check_twister(name: str, words: Sequence[int], position: int) -> None:
+    if not 0 <= position <= WORDS:
+        raise ValueError(f"{name!r} continues at word {position} of {WORDS}")
+    if not all(0 <= word < 1 << 32 for word in words):
+        raise ValueError(f"{name!r} has words of more than 32 bits")
+    if not any([words[0] >> 31, *words[1:]]):
+        raise ValueError(f"{name!r} would return only zeros")
+
+
 def set_generators(state: Mapping[str, Tensor]) -> None:
-    """Restore the state from :func:`get_generators`. GPU state is ignored if there is no GPU."""
+    """Restore the state from :func:`get_generators`, after checking it. GPU state is ignored if there is no GPU.
+
+    Raises:
+        ValueError: See :func:`check_generators`. Nothing has changed.
+    """
+    check_generators(state)
     torch.set_rng_state(state["torch"])
     version, *internal = state["python"].tolist()
     gauss = state["python_gauss"].item()
@@ -57,7 +125,7 @@ def extra_to_tensor(extra: Any) -> Tensor:
     torch.save(extra, stream)
     tensor = torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
     try:
-        extra_from_tensor(tensor)
+        extra_from_tensor(tensor, "extra")
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise TypeError(
@@ -67,5 +135,18 @@ def extra_to_tensor(extra: Any) -> Tensor:
     return tensor
 
 
-def extra_from_tensor(tensor: Tensor) -> Any:
-    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True, map_location="cpu")
+def extra_from_tensor(tensor: Tensor, where: str) -> Any:
+    """Return the data in a result of :func:`extra_to_tensor`.
+
+    Args:
+        where: Where it comes from, for messages.
+
+    Raises:
+        CheckpointError: If it would unpack to more than its size.
+        pickle.UnpicklingError: If it contains something else than tensors, numbers, strings and collections of them.
+    """
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+        raise CheckpointError(f"{where} is {tuple(tensor.shape)} {tensor.dtype}, not a row of bytes.")
+    stream = io.BytesIO(tensor.numpy())
+    check_archive(stream, where)
+    return torch.load(stream, weights_only=True, map_location="cpu")

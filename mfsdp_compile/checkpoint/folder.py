@@ -29,7 +29,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
-from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.ranks.agreement import agree, conclude, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
@@ -37,7 +37,7 @@ from mfsdp_compile.wrapper import unwrapped
 
 from .dcp_reader import CheckpointError
 from .extra_state import extra_to_tensor, get_generators
-from .loading import Restored, as_checkpoint_error, load
+from .loading import PATIENCE, Restored, as_checkpoint_error, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sharded_part, sync_directory
 
@@ -394,20 +394,20 @@ class Checkpoints:
         """
         self.wait()
         model = unwrapped(model, "Checkpoints.load")
-        group = self._group(model.sharded)
-        chosen: list[Any] = [None]
-        if dist.get_rank(group) == 0:
+        everyone = model.sharded.everyone
+        found: dict[str, str | None] = {}
+        if dist.get_rank(everyone) == 0:
             try:
-                chosen = [self.latest()]
+                found = {"path": os.fspath(latest) if (latest := self.latest()) is not None else None}
+            except CheckpointError as error:
+                found = {"error": str(error)}
             except Exception as error:  # the other ranks wait for it
-                chosen = [
-                    error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-                ]
-        with watchdog.explaining("a search for the last checkpoint"):
-            dist.broadcast_object_list(chosen, group=group, group_src=0)
-        if isinstance(chosen[0], CheckpointError):
-            raise chosen[0]
-        return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
+                found = {"error": f"{type(error).__name__}: {error}"}
+        if has_others(everyone):
+            found = conclude(everyone, f"Loading from {self.root}", [], found, operator.itemgetter(0), PATIENCE)
+        if "error" in found:
+            raise CheckpointError(found["error"])
+        return load(found["path"], model, optimizer, **arguments) if found["path"] is not None else None
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.

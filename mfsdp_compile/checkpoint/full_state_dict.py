@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import parameter_names
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
+from mfsdp_compile.runtime.owner import owner_of
+from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 from mfsdp_compile.wrapper import unwrapped
 
 from .host_copies import Copies, HostCopies
@@ -36,20 +39,29 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     """
     model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
-    wholes: dict[str, Tensor] = {}
-    copies: HostCopies[str] = HostCopies()
-    for name, whole in model.full_parameters():
-        if mine:
-            wholes.update(copies.add(name, whole))
-        del whole
-    if not mine:
-        return {}
-    wholes.update(copies.rest())
+    state: dict[str, Any] = {}
+    with errors_for_all(model.sharded.everyone, "full_state_dict") as deferred:
+        wholes: dict[str, Tensor] = {}
+        copies: HostCopies[str] = HostCopies()
+        for name, whole in model.full_parameters():
+            if mine and deferred.error is None:
+                with deferred.errors():
+                    wholes.update(copies.add(name, whole))
+            del whole
+        if mine and deferred.error is None:
+            wholes.update(copies.rest())
+            state = _with_values(model.module, wholes)
+    return state
+
+
+def _with_values(module: nn.Module, wholes: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the module's state dict with these parameters, and copies of everything else."""
     first_name: dict[int, str] = {}
-    for name, param in model.module.named_parameters(remove_duplicate=False):
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
         first_name.setdefault(id(param), name)
-    params = dict(model.module.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = dict(model.module.state_dict())
+    copies: HostCopies[str] = HostCopies()
+    state: dict[str, Any] = dict(module.state_dict())
     for name, value in list(state.items()):
         if name in params:
             state[name] = wholes[first_name[id(params[name])]]
@@ -81,12 +93,21 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
         for (name, key), copy in done:
             state[name][key] = copy
 
-    for place, whole in _wholes(optimizer, sharded["state"]):
-        if mine:
-            put(copies.add(place, whole))
-        del whole
-    put(copies.rest())
+    with errors_for_all(_everyone(optimizer), "full_optimizer_state_dict") as deferred:
+        for place, whole in _wholes(optimizer, sharded["state"]):
+            if mine and deferred.error is None:
+                with deferred.errors():
+                    put(copies.add(place, whole))
+            del whole
+        if deferred.error is None:
+            put(copies.rest())
     return {**sharded, "state": state} if mine else {}
+
+
+def _everyone(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup:
+    """Return the ranks of the model that the optimizer steps."""
+    owners = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
+    return next(owner for owner in owners if isinstance(owner, ShardedModel)).everyone
 
 
 def _wholes(
@@ -97,8 +118,8 @@ def _wholes(
     What is split like parameters is gathered by bucket, like them.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    homes: dict[Any, Home] = {
-        name: param.mfsdp_home for name, param in zip(parameter_names(optimizer), params, strict=True)
+    homes: dict[Any, Home | None] = {
+        name: getattr(param, "mfsdp_home", None) for name, param in zip(parameter_names(optimizer), params, strict=True)
     }
     together: dict[tuple[Bucket, str, torch.dtype], dict[int, tuple[Any, RowShardedTensor]]] = {}
     for name, held in state.items():

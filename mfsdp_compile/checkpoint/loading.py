@@ -1,8 +1,26 @@
 """Reading a checkpoint into a sharded model and its optimizer, from any program and any number of ranks.
 
 Names are those of the module that was sharded. Other programs put prefixes before them (``model.``, ``module.``); the
-prefix with which most names match is used, so checkpoints of plain models, DDP and FSDP2 work. Everything is compared
-before anything is loaded: a checkpoint that does not match, or is damaged, leaves the model unchanged.
+prefix with which most names match is used, so checkpoints of plain models, DDP and FSDP2 work.
+
+A load has phases. An error on any rank, in any of them, is an error on all ranks::
+
+    plan       compare names, shapes and dtypes; every tensor is covered exactly once, by files that are long enough
+    read       what is not read in place: the optimizer's state, the program's data, generators
+    check      that what is read in place can be read, as what it is
+    agree      all ranks have come this far
+    optimizer  takes the new state, and keeps the old one until all ranks have done so
+    agree
+    install    read weights in place
+    agree
+    finish     drop gradients, set generators
+
+Before weights are installed, an error leaves weights, optimizer and generators as they were. After that, only
+the machine can fail, or code of the program (hooks and ``set_extra_state`` of modules): the error then says that the
+load ended halfway.
+
+Memory: as much as the optimizer's new state on this rank, beside its old one, and one chunk of a tensor. Weights take
+none.
 """
 
 from __future__ import annotations
@@ -10,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -29,11 +47,12 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
+from mfsdp_compile.runtime.owner import name_of
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
 from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
-from .extra_state import extra_from_tensor, set_generators
+from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_generators
 from .manifest import Manifest, damaged_files, read_manifest
 from .megatron_states import PREFIX as MEGATRON_PREFIX
 from .megatron_states import MegatronStates
@@ -128,86 +147,61 @@ def load(
     """
     directory = Path(path)
     model = unwrapped(model, "load")
-    sharded = model.sharded
-    rank, world_size = dist.get_rank(sharded.everyone), dist.get_world_size(sharded.everyone)
-    plan: list[_LoadPlan] = []
+    everyone = model.sharded.everyone
+    loads: list[_Load] = []
 
-    def describe() -> list[str]:
-        manifest = _manifest_of(directory, verify)
-        if manifest is not None and verify is not False:
-            share = sorted(manifest.files)[rank::world_size]
-            if found := damaged_files(directory, manifest.files, share):
-                raise CheckpointError(
-                    f"{directory} is damaged: {'; '.join(found)}. Copy it again, or use an earlier one. Nothing was loaded."
-                )
-        elif verify:
-            raise CheckpointError(f"{directory} has no manifest, so it cannot be verified.")
+    def prepare() -> list[str]:
         patterns = [
             [p] if isinstance(p, str) else list(p)
             for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
         ]
-        if (
-            optimizer is not None
-            and manifest is not None
-            and manifest.optimizer not in (None, optimizer_name(optimizer))
-        ):
-            raise CheckpointError(
-                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
-                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. Nothing was "
-                "loaded."
-            )
+        manifest = _manifest_of(directory, verify)
+        _check_files(directory, manifest, verify, everyone)
         try:
-            plan.append(
-                _LoadPlan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None)
-            )
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            loads.append(_Load(directory, model, optimizer, _Allowed(*patterns), manifest, generators, verify))
+            return loads[0].prepare()
+        except CheckpointError:
+            raise
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise CheckpointError(
                 f"{directory} does not match its .metadata ({type(error).__name__}: {error}). Nothing was loaded."
             ) from error
-        return [f"{name}: {key}" for name, key in plan[0].described()]
 
     try:
-        agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
+        agree(everyone, f"Loading {directory}", prepare, PATIENCE)
     except Exception as error:
         with contextlib.suppress(CheckpointError):
-            if (refused := read_manifest(directory)) is not None and not sharded.lineage.has(refused.run):
+            lineage = model.sharded.lineage
+            if (refused := read_manifest(directory)) is not None and not lineage.has(refused.run):
                 told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
-                sharded.lineage.refused[refused.run] = f"{directory.name}: {told}"
+                lineage.refused[refused.run] = f"{directory.name}: {told}"
         raise
-    found = plan[0]
-    manifest = _manifest_of(directory, verify)
-    extras = found.extras(rank)
-    values = {**found.targets, **extras}
-    with errors_for_all(sharded.everyone, f"Loading {directory}", PATIENCE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*load in a single process")
-        try:
-            # Every rank knows what it needs; consulting the other ranks takes longer than reading.
-            dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
-        except CheckpointException as error:
-            causes = "; ".join(as_causes(error))
-            raise CheckpointError(f"Loading {directory} failed halfway: load another checkpoint. {causes}") from error
-    found.finish(values)
-    sharded.zero_gradients()  # they belong to other weights
-    sharded.grad_sync.microbatches = 0
-    if manifest is not None:
-        sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)
-    sharded.refresh()
-    prefix = f"rng.{rank}."
-    drawn = {key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)}
-    restored_generators = bool(generators and drawn and manifest is not None and manifest.world_size == world_size)
-    if restored_generators:
-        set_generators(drawn)
-    extra = extra_from_tensor(values["extra"]) if "extra" in extras else None
-    return Restored(
-        directory,
-        manifest.step if manifest is not None else None,
-        extra,
-        restored_generators,
-        manifest.world_size if manifest is not None else None,
-        tuple(found.compared.unexpected),
-        tuple([*found.compared.missing, *(name for name, _ in found.compared.reshaped)]),
-        tuple(name for name, _ in found.compared.cast),
-    )
+    (found,) = loads
+    try:
+        with errors_for_all(everyone, f"Loading {directory}: the optimizer's state", PATIENCE):
+            found.fill_optimizer()
+    except BaseException:
+        found.restore_optimizer()
+        raise
+    with errors_for_all(everyone, f"Loading {directory}: weights", PATIENCE):
+        found.install()
+    return found.finish()
+
+
+def _check_files(directory: Path, manifest: Manifest | None, verify: bool | None, everyone: dist.ProcessGroup) -> None:
+    """Compare this rank's share of the files with the manifest.
+
+    Raises:
+        CheckpointError: If they differ, or there is no manifest to verify them with.
+    """
+    if manifest is not None and verify is not False:
+        share = sorted(manifest.files)[dist.get_rank(everyone) :: dist.get_world_size(everyone)]
+        if found := damaged_files(directory, manifest.files, share):
+            raise CheckpointError(
+                f"{directory} is damaged: {'; '.join(found)}. Copy it again, or use an earlier one. Nothing was loaded."
+            )
+    elif verify:
+        raise CheckpointError(f"{directory} has no manifest, so it cannot be verified.")
 
 
 def _manifest_of(directory: Path, verify: bool | None) -> Manifest | None:
@@ -227,6 +221,167 @@ class _Allowed:
     cast: Sequence[str]
 
 
+class _Load:
+    """A load, in its phases. The first ones need no communication.
+
+    Raises:
+        CheckpointError: If the checkpoint does not match.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: MegatronFSDP,
+        optimizer: torch.optim.Optimizer | None,
+        allowed: _Allowed,
+        manifest: Manifest | None,
+        generators: bool,
+        verify: bool | None,
+    ) -> None:
+        self._directory = directory
+        self._sharded = model.sharded
+        self._optimizer = optimizer
+        self._manifest = manifest
+        self._reader = CheckpointReader(directory)
+        self._generators: dict[str, Tensor] = {}
+        self._extra: Any = None
+        self._state: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        if manifest is not None and verify is not False:
+            self._check_is_complete(manifest)
+        if (
+            optimizer is not None
+            and manifest is not None
+            and manifest.optimizer not in (None, optimizer_name(optimizer))
+        ):
+            raise CheckpointError(
+                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
+                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. Nothing was "
+                "loaded."
+            )
+        self._plan = _LoadPlan(self._reader, model, optimizer, allowed)
+        ranks = dist.get_world_size(self._sharded.everyone)
+        self._with_generators = generators and manifest is not None and manifest.world_size == ranks
+
+    def _check_is_complete(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if the manifest does not list every file that the metadata needs."""
+        needed = {".metadata", *(info.relative_path for info in self._reader.metadata.storage_data.values())}
+        if unlisted := sorted(needed - set(manifest.files)):
+            raise CheckpointError(
+                f"{self._directory}: the manifest does not list {', '.join(unlisted[:4])}, so it proves nothing about the "
+                "values there. Use another checkpoint; verify=False loads it unverified."
+            )
+
+    def prepare(self) -> list[str]:
+        """Read everything that is not read in place, and check everything else. Changes nothing.
+
+        Returns:
+            Descriptions of what is read, here or on other ranks.
+        """
+        self._read(self._plan.staged)
+        self._state = self._plan.optimizer_state()
+        if self._manifest is not None:
+            self._prepare_extra()
+        self._read(self._plan.in_place, only_checks=True)
+        return [f"{name}: {key}" for name, key in self._plan.described()]
+
+    def _prepare_extra(self) -> None:
+        """Read what belongs neither to the model nor to the optimizer."""
+        reader, where = self._reader, f"{self._directory} (extra)"
+        if "extra" in reader and reader.is_tensor("extra"):
+            try:
+                self._extra = extra_from_tensor(reader.tensor("extra"), where)
+            except CheckpointError:
+                raise
+            except Exception as error:  # torch does not document what damaged archives raise
+                raise CheckpointError(
+                    f"{where} could not be read ({type(error).__name__}: {error}). Nothing was loaded."
+                ) from error
+        if not self._with_generators or not any(key.startswith("rng.") for key in reader):
+            return
+        prefix = f"rng.{dist.get_rank(self._sharded.everyone)}."
+        found = {key.removeprefix(prefix): key for key in reader if key.startswith(prefix)}
+        try:
+            for name in (*GENERATORS, *(("cuda",) if "cuda" in found else ())):
+                expected = GENERATORS.get(name)
+                if name not in found or not reader.is_tensor(found[name]):
+                    raise ValueError(f"{name!r} is missing")
+                its = reader.dtype(found[name]), tuple(reader.shape(found[name]))
+                if its != (expected or (torch.uint8, its[1])):
+                    raise ValueError(f"{name!r} is {its[1]} {its[0]}")
+                self._generators[name] = reader.tensor(found[name])
+            check_generators(self._generators)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self._directory}: the random number generators in {prefix}* cannot be restored: {error}. "
+                "generators=False loads the rest. Nothing was loaded."
+            ) from error
+
+    def fill_optimizer(self) -> None:
+        """Load the optimizer's state, without dropping the old one."""
+        if self._optimizer is not None:
+            self._before = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
+            try:
+                self._optimizer.load_state_dict(self._state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self._directory} has state that the {type(self._optimizer).__name__} does not take "
+                    f"({type(error).__name__}: {error}). Nothing was loaded."
+                ) from error
+            self._state = {}
+
+    def restore_optimizer(self) -> None:
+        """Restore the optimizer's old state."""
+        if self._optimizer is not None:
+            vars(self._optimizer).update(self._before)
+
+    def install(self) -> None:
+        """Change the weights."""
+        self._before = {}
+        try:
+            self._plan.load_rest()
+            self._read(self._plan.in_place)
+        except Exception as error:
+            raise CheckpointError(
+                f"Loading {self._directory} failed halfway: load another checkpoint. {type(error).__name__}: {error}"
+            ) from error
+
+    def finish(self) -> Restored:
+        """Continue with the new weights. All ranks have them."""
+        self._plan.compare_twins()
+        sharded, manifest, compared = self._sharded, self._manifest, self._plan.compared
+        sharded.zero_gradients()  # they belong to other weights
+        sharded.grad_sync.microbatches = 0
+        if manifest is not None:
+            sharded.lineage.take_up((manifest.run, *manifest.continues), manifest.refused)
+        sharded.refresh()
+        if self._generators:
+            set_generators(self._generators)
+        return Restored(
+            self._directory,
+            manifest.step if manifest is not None else None,
+            self._extra,
+            bool(self._generators),
+            manifest.world_size if manifest is not None else None,
+            tuple(compared.unexpected),
+            tuple([*compared.missing, *(name for name, _ in compared.reshaped)]),
+            tuple(name for name, _ in compared.cast),
+        )
+
+    def _read(self, targets: dict[str, Any], only_checks: bool = False) -> None:
+        """Read into ``targets``, by stored key."""
+        if not targets:
+            return
+        reader = SafeReader(self._directory, self._reader, only_checks)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*load in a single process")
+            try:
+                # Every rank knows what it needs; consulting the other ranks takes longer than reading.
+                dcp.load(targets, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+            except CheckpointException as error:
+                raise CheckpointError("; ".join(as_causes(error))) from error
+
+
 class _LoadPlan:
     """Which stored key goes where. Made without communication, from information that is the same on all ranks.
 
@@ -240,14 +395,13 @@ class _LoadPlan:
         model: MegatronFSDP,
         optimizer: torch.optim.Optimizer | None,
         allowed: _Allowed,
-        is_ours: bool,
     ) -> None:
-        self.targets: dict[str, Any] = {}
+        self.in_place: dict[str, Tensor] = {}  # by stored key: the model's own memory
+        self.staged: dict[str, Any] = {}  # memory of the load's; None for what is not a tensor
         self.compared = _Comparison()
         self._optimizer = optimizer
         self._reader = reader
         self._stored = reader.metadata.state_dict_metadata
-        self._is_ours = is_ours
         self._extra_states: dict[str, Any] = {}  # by name in the module
         self._not_in_place: dict[str, str] = {}  # name in the module -> stored key: for load_state_dict
         self._twins: list[
@@ -265,6 +419,8 @@ class _LoadPlan:
         if optimizer is not None:
             self._plan_optimizer(optimizer)
         self._refuse(allowed)
+        for key in [*self.in_place, *self.staged, *self._elsewhere]:
+            self._reader.check(key)
         self._groups = self._plan_groups(optimizer) if optimizer is not None else []
 
     def described(self) -> list[tuple[str, str]]:
@@ -272,7 +428,7 @@ class _LoadPlan:
         return [
             (key, _describe(info))
             for key, info in self._stored.items()
-            if key in self.targets or key in self._elsewhere
+            if key in self.in_place or key in self.staged or key in self._elsewhere
         ]
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -302,19 +458,20 @@ class _LoadPlan:
             self._used.add(found)
             if not isinstance(value, Tensor):
                 if isinstance(self._stored[found], BytesStorageMetadata):
-                    self.targets[found] = None
+                    self.staged[found] = None
                     self._not_in_place[name] = found
                 else:
                     self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
             elif self._fits(f"model.{name}", found := self._best(name, found, value.dtype), value.shape, value.dtype):
-                self.targets[found] = value
                 own = params.get(name, buffers.get(name))
                 if own is None or _address(own) != _address(value):  # created by a hook of the module
+                    self.staged[found] = _beside(value)
                     self._not_in_place[name] = found
                 elif (first := first_found.setdefault(id(own), name)) is not name and name in params:
-                    local = torch.empty_like(value.to_local().detach())
-                    self.targets[found] = RowShardedTensor.wrap(local, value.row_split, value.topology)
+                    self.staged[found] = _beside(value)
                     self._twins.append((first, name, found, value))
+                else:
+                    self.in_place[found] = value
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
 
     def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
@@ -364,11 +521,14 @@ class _LoadPlan:
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        params, by_inner = {}, {}
+        params = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            sites = param.mfsdp_home.bucket.sites[param.mfsdp_home.index]
-            params[sites[0].name] = param
-            by_inner.update({_inner(site.name): sites[0].name for site in sites})
+            params[name_of(param)] = param
+        first_name = {id(param): name for name, param in params.items()}
+        by_inner = {_inner(name): name for name in params}
+        for name, param in self._module.named_parameters(remove_duplicate=False):  # other names of tied ones
+            if id(param) in first_name:
+                by_inner[_inner(name)] = first_name[id(param)]
         self._name_in_optimizer = by_inner
         self._optimizer_prefix = max(
             (MEGATRON_PREFIX, "module.", ""),
@@ -397,16 +557,16 @@ class _LoadPlan:
                 continue
             self._state_of[key] = (owner, state) if whole is None else (owner, *self._state_path(key)[1:])
             if isinstance(info, BytesStorageMetadata):
-                self.targets[key] = None
+                self.staged[key] = None
             elif whole is not None or not follows_rows(state, info.size, param):
-                self.targets[key] = torch.empty(info.size, dtype=info.properties.dtype)
+                self._reader.check(key)  # before memory is allocated for it
+                self.staged[key] = torch.empty(info.size, dtype=info.properties.dtype)
             else:
                 dtype = info.properties.dtype
                 if dtype.is_floating_point and dtype != param.dtype:
                     self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
                     dtype = param.dtype
-                local = torch.empty_like(param.to_local().detach(), dtype=dtype)
-                self.targets[key] = RowShardedTensor.wrap(local, param.row_split, param.topology)
+                self.staged[key] = _beside(param, dtype)
             if self._megatron is not None:
                 self._megatron_name[owner] = name
                 if (step := self._megatron.step_of(name)) is not None:
@@ -518,38 +678,34 @@ class _LoadPlan:
                 + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' do."
             )
 
-    def extras(self, rank: int) -> dict[str, Tensor]:
-        """Allocate tensors for what belongs neither to the model nor to the optimizer."""
-        return {
-            key: torch.empty(info.size, dtype=info.properties.dtype)
-            for key, info in self._stored.items()
-            if self._is_ours
-            and isinstance(info, TensorStorageMetadata)
-            and (key == "extra" or key.startswith(f"rng.{rank}."))
-        }
-
-    def finish(self, values: Mapping[str, Any]) -> None:
-        """Load everything that was not read in place."""
-        rest = {name: values[key] for name, key in self._not_in_place.items()} | self._extra_states
-        for name, value in rest.items():
-            self._module.load_state_dict({name: value}, strict=False)
-        for first, second, key, loaded in self._twins:
-            if not torch.equal(values[key].to_local(), loaded.to_local()):
-                warnings.warn(
-                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different "
-                    f"values for them. The values of {first!r} were loaded.",
-                    stacklevel=3,
-                )
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state dict, of what has been read."""
         if self._optimizer is None:
-            return
+            return {}
         state: dict[str, dict[str, Any]] = {}
         for key, (name, *path) in self._state_of.items():
-            compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), values[key])
+            compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), self.staged[key])
         for name, step in self._steps.items():
             state[f"module.{name}"].setdefault("step", step.clone())
         if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says
             state = {f"module.{name}": {} for name in self._name_in_optimizer.values()} | state
-        self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        return {"state": state, "param_groups": self._groups}
+
+    def load_rest(self) -> None:
+        """Load what modules take from ``load_state_dict`` only."""
+        rest = {name: self.staged[key] for name, key in self._not_in_place.items()} | self._extra_states
+        for name, value in rest.items():
+            self._module.load_state_dict({name: value}, strict=False)
+
+    def compare_twins(self) -> None:
+        """Warn of two values of one parameter."""
+        for first, second, key, loaded in self._twins:
+            if not torch.equal(_local(self.staged[key]), _local(loaded)):
+                warnings.warn(
+                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different "
+                    f"values for them. The values of {first!r} were loaded.",
+                    stacklevel=4,
+                )
 
 
 def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
@@ -573,9 +729,21 @@ def _inner(name: str) -> str:
     return name
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.data_ptr(), tuple(local.shape)
+
+
+def _beside(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return new memory for this rank's part of a tensor."""
+    if not isinstance(tensor, RowShardedTensor):
+        return torch.empty_like(tensor.detach(), dtype=dtype)
+    local = torch.empty_like(tensor.to_local().detach(), dtype=dtype)
+    return RowShardedTensor.wrap(local, tensor.row_split, tensor.topology)
 
 
 def _describe(info: TensorStorageMetadata | BytesStorageMetadata) -> str:

@@ -10,8 +10,10 @@ nor refused: a :class:`Foreign` object stands in for them, and is written back u
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copyreg
 import io
+import math
 import pickle
 import signal
 import types
@@ -36,7 +38,17 @@ from torch.distributed.checkpoint.metadata import (
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.untrusted_files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
 
-__all__ = ["CheckpointError", "Foreign", "check_sums", "dump_object", "load_metadata", "load_object"]
+__all__ = [
+    "CheckpointError",
+    "Foreign",
+    "StoredTensor",
+    "check_archive",
+    "check_sums",
+    "dump_object",
+    "load_metadata",
+    "load_object",
+    "stored_tensor",
+]
 
 
 class CheckpointError(RuntimeError):
@@ -305,6 +317,7 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a dtype is {dtype!r:.80}")
     size = _size(state["size"])
+    whole(math.prod(max(n, 1) for n in size) * dtype.itemsize, "the bytes of a tensor")  # torch computes with these
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in typed(state["chunks"], list, "chunks")]
     found = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if odd := [chunk for chunk in found if not len(chunk.offsets) == len(chunk.sizes) == len(size)]:
@@ -482,18 +495,33 @@ def _foreign_class(name: str) -> type[Foreign]:
     return type(qualified, (Foreign,), {"__module__": module, "__qualname__": qualified})
 
 
-def check_sums(file: IO[bytes], where: Path | str, contents: bool = True) -> None:
+def check_sums(file: IO[bytes], where: Path | str) -> None:
     """Compare the contents of a ``torch.save`` archive with its checksums, which torch itself does not check.
 
-    Args:
-        contents: If False, check only that reading it does not take more memory than its size.
-
     Raises:
-        CheckpointError: If a byte has changed, or the file is cut short. Files written under
+        CheckpointError: If a byte has changed, or see :func:`check_archive`. Files written under
             ``torch.serialization.set_crc32_options(False)`` cannot be checked, because all their checksums are 0.
     """
+    with _archive(file, where) as archive:
+        wrong = archive.testzip() if any(item.CRC for item in archive.infolist()) else None
+        if wrong is not None:
+            raise ValueError(f"the checksum of {wrong} differs")
+
+
+def check_archive(file: IO[bytes], where: Path | str) -> None:
+    """Check that reading a ``torch.save`` archive does not take more memory than its size. Reads no values.
+
+    Raises:
+        CheckpointError: If it does, because it is compressed or its parts overlap, or if the file is cut short.
+    """
+    with _archive(file, where):
+        pass
+
+
+@contextlib.contextmanager
+def _archive(file: IO[bytes], where: Path | str) -> Iterator[zipfile.ZipFile]:
+    """Open a ``torch.save`` archive that is no larger than its file. Rewinds ``file`` at both ends."""
     try:
-        file.seek(0)
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         with zipfile.ZipFile(file) as archive:
@@ -502,14 +530,120 @@ def check_sums(file: IO[bytes], where: Path | str, contents: bool = True) -> Non
                 raise ValueError("it is compressed, which torch.save does not do")
             if (claimed := sum(item.file_size for item in items)) > size:
                 raise ValueError(f"its parts have {claimed:,} bytes, all of it {size:,}")
-            wrong = archive.testzip() if contents and any(item.CRC for item in items) else None
-    except OSError:
+            if len({item.filename for item in items}) < len(items):
+                raise ValueError("two of its parts have the same name")
+            yield archive
+    except (CheckpointError, OSError):
         raise
     except Exception as error:
         raise _damaged(where, error) from error
-    if wrong is not None:
-        raise _damaged(where, f"the checksum of {wrong} differs")
     file.seek(0)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Dtype and shape of a tensor in an archive."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class _StoredValues:
+    """Values of tensors in an archive: a part of it with at least ``bytes`` bytes."""
+
+    dtype: torch.dtype
+    part: str
+    bytes: int
+
+
+class _TensorUnpickler(_MetadataUnpickler):
+    """Reads the description of a plain tensor in an archive of ``torch.save``, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if (module, name) == ("collections", "OrderedDict") or name in _STORAGES or module == "torch._utils":
+            return _NamedClass(name)
+        raise ValueError(f"a plain tensor has no {module}.{name}")
+
+    def persistent_load(self, found: Any) -> _StoredValues:
+        kind, storage, part, _, count = found
+        dtype = _STORAGES[storage.name]
+        if kind != "storage" or type(part) is not str:
+            raise ValueError(f"values are stored as {kind!r:.80}")
+        return _StoredValues(dtype, part, whole(count, "a number of elements") * dtype.itemsize)
+
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        named = self.stack[-1]
+        if named == _NamedClass("OrderedDict") and arguments == ():
+            self.stack[-1] = {}
+        elif named == _NamedClass("_rebuild_parameter"):
+            self.stack[-1] = arguments[0]
+        elif named in (_NamedClass("_rebuild_tensor_v2"), _NamedClass("_rebuild_tensor_v3")):
+            self.stack[-1] = _strided(*arguments)
+        else:
+            raise ValueError(f"a plain tensor is not made by {named}")
+
+    dispatch: ClassVar[dict[int, Any]] = _MetadataUnpickler.dispatch | {
+        pickle.REDUCE[0]: _reduce,
+        pickle.BINPERSID[0]: _Unpickler.load_binpersid,
+    }
+
+
+def _strided(
+    values: _StoredValues, offset: Any, shape: Any, stride: Any, _: Any, hooks: Any, dtype: Any = None, *rest: Any
+) -> tuple[_StoredValues, StoredTensor]:
+    """Return the values and the description of a tensor that torch would make of these arguments.
+
+    Raises:
+        ValueError: If it reaches beyond its values.
+    """
+    dtype = dtype if isinstance(dtype, torch.dtype) else values.dtype
+    sizes, steps = _size(shape), _size(stride)
+    reach = whole(offset, "an offset") + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) + 1
+    if 0 not in sizes and reach * dtype.itemsize > values.bytes:
+        raise ValueError(f"a tensor of {reach:,} elements has {values.bytes:,} bytes")
+    return values, StoredTensor(dtype, tuple(sizes))
+
+
+def stored_tensor(file: IO[bytes], where: Path | str) -> StoredTensor | None:
+    """Describe the tensor in a ``torch.save`` archive that :func:`load_object` can load, without reading its values.
+
+    Returns:
+        The description. None: the archive does not hold a plain tensor, or is not as ``torch.save`` writes it.
+
+    Raises:
+        CheckpointError: See :func:`check_archive`.
+    """
+    with _archive(file, where) as archive:
+        folder = archive.infolist()[0].filename.partition("/")[0]
+        try:
+            pickled = archive.read(f"{folder}/data.pkl")
+            values, tensor = _TensorUnpickler(io.BytesIO(pickled), Path(where)).load()
+            with archive.open(f"{folder}/data/{values.part}"):  # compares its two headers
+                has_all = archive.getinfo(f"{folder}/data/{values.part}").file_size >= values.bytes
+        except Exception:  # whatever it is, it is not a plain tensor
+            return None
+        return tensor if has_all else None
 
 
 def _admitted() -> Iterator[Any]:

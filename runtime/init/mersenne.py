@@ -15,14 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["skipped"]
+__all__ = ["skipped", "words_of"]
 
 _N, _M, _R = 624, 397, 31  # words of state; distance of the recurrence; bits of a word that are not part of the state
 _MATRIX = 0x9908B0DF
 _DEGREE = 32 * _N - _R
 
-# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], cached normal samples.
-_LEFT, _NEXT, _WORDS = 8, 16, 24
+# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], cached normal samples:
+# three doubles, int32 whether they are valid, and after a gap a float, and whether it is valid.
+_LEFT, _SEEDED, _NEXT, _WORDS = 8, 12, 16, 24
+_NORMALS = _WORDS + 8 * _N
 
 _Words = npt.NDArray[np.uint32]
 
@@ -48,6 +50,23 @@ def skipped(state: Tensor, draws: int) -> Tensor:
         stored[:] = words
     left[0], following[0] = _N + 1 - position, position
     return torch.from_numpy(raw)
+
+
+def words_of(state: Tensor) -> tuple[list[int], int]:
+    """Return the words in a CPU generator's state, and the position of the word to draw next.
+
+    Raises:
+        ValueError: torch would draw from memory beyond the words, or return normal samples that are no numbers.
+    """
+    raw = state.numpy()
+    left, seeded = raw[_LEFT : _SEEDED + 4].view("<i4").tolist()
+    (following,) = raw[_NEXT : _NEXT + 8].view("<u8").tolist()
+    if not 1 <= left <= _N or seeded != 1 or left + following > _N + 1:
+        raise ValueError(f"{left:,} of {_N} words are left after {following:,}")
+    normals = [*raw[_NORMALS : _NORMALS + 24].view("<f8"), *raw[_NORMALS + 32 : _NORMALS + 36].view("<f4")]
+    if not np.isfinite(normals).all():
+        raise ValueError(f"its next normal samples are {normals}")
+    return raw[_WORDS:_NORMALS].view("<u8").tolist(), following
 
 
 def _following_block(words: _Words) -> _Words:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..memory.bucket import Bucket, Home
-from ..owner import Owner, owners_of
+from ..owner import Owner, name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
@@ -123,10 +123,11 @@ def extend(
         by_name: Whether state dicts use names of parameters; see :mod:`mfsdp_compile.runtime.optim.state`.
 
     Raises:
-        ValueError: The optimizer holds parameters that are not sharded.
-        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled.
+        ValueError: The optimizer holds parameters of no sharded model.
+        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled, or that the
+            model ignores.
     """
-    owners = _owners(optimizer)
+    owners = _owners(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
     if type(optimizer) is torch.optim.Muon:
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
@@ -261,11 +262,21 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
         )
 
 
-def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
+def _owners(optimizer: torch.optim.Optimizer, takes_ignored: bool) -> list[Owner]:
     buckets: dict[Bucket, None] = {}
+    others = 0
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             home: Home | None = getattr(param, "mfsdp_home", None)
+            if home is None and owner_of(param) is not None:
+                if not takes_ignored:
+                    raise NotImplementedError(
+                        f"Parameter {name_of(param)!r} is not sharded (ignored_params): each rank has its own, and a "
+                        f"{type(optimizer).__name__} over whole parameters has one of each. Give it to an optimizer of its "
+                        "own."
+                    )
+                others += 1
+                continue
             if home is None:
                 raise ValueError(
                     f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
@@ -273,6 +284,6 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
                     "model.parameters(), or pass model and optimizer to fully_shard together."
                 )
             buckets[home.bucket] = None
-    if not buckets:
+    if not buckets and not others:
         raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
     return owners_of(buckets)

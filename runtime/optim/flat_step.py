@@ -9,7 +9,7 @@ of the runs' state. Checkpoints, and everything else that reads state by paramet
 groups hold runs.
 
 Where this is not possible (a parameter without gradient, state that differs between the parameters of a run), the
-optimizer steps the run's parameters one by one.
+optimizer steps the run's parameters one by one. Parameters that the model ignores are stepped by themselves.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ class FlatStep:
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
-                tensors: list[Tensor] = []
-                for run in self._runs_of(group["params"]):
+                sharded = [param for param in group["params"] if isinstance(param, RowShardedTensor)]
+                tensors: list[Tensor] = [param for param in group["params"] if not isinstance(param, RowShardedTensor)]
+                for run in self._runs_of(sharded):
                     if self._take(run):
                         taken.append(run)
                         tensors.append(run.flat)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import compat
-from ..memory.bucket import Home
 from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
+from ..owner import name_of, owner_of
 from ..plan.partition import whole_tensor
 from .whole_step import WholeStep, whole_step_of
 
@@ -47,8 +47,7 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     Raises:
         ValueError: Two parameters have the same name, because they belong to different models.
     """
-    homes: list[Home] = [param.mfsdp_home for group in optimizer.param_groups for param in group["params"]]
-    names = [PREFIX + home.bucket.sites[home.index][0].name for home in homes]
+    names = [PREFIX + name_of(param) for param in _params(optimizer)]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
@@ -81,7 +80,8 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 def shard_state(key: str, value: Any, param: Any) -> Any:
     """Copy this rank's rows of state with the parameter's shape; return anything else unchanged."""
     if (
-        not isinstance(value, Tensor)
+        not isinstance(param, RowShardedTensor)
+        or not isinstance(value, Tensor)
         or isinstance(value, RowShardedTensor)
         or not follows_rows(key, value.shape, param)
     ):
@@ -111,7 +111,7 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
         numbered = type(it).state_dict(it)
         names = parameter_names(it)
         state = {names[i]: held for i, held in numbered["state"].items()}
-        if not state and not any(param.mfsdp_home.bucket.owner.conduct.steps for param in _params(it)):
+        if not state and not any(_has_stepped(param) for param in _params(it)):
             state = dict(zip(names, _first_states(it), strict=False))
         held = {name: held for name, held in state.items() if held}
         return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
@@ -184,6 +184,11 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
         return []
 
 
+def _has_stepped(param: Any) -> bool:
+    owner = owner_of(param)
+    return owner is not None and owner.conduct.steps > 0
+
+
 def _has_state(optimizer: torch.optim.Optimizer, param: Any) -> bool:
     whole = whole_step_of(optimizer)
     return param.requires_grad and (whole is None or whole.owns(param))
@@ -193,9 +198,10 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
         return {"momentum_buffer": torch.zeros_like(param.detach())}
     whole = whole_step_of(optimizer)
-    rows = param.to_local().detach()
+    is_sharded = isinstance(param, RowShardedTensor)
+    rows = param.to_local().detach() if is_sharded else param.detach()
     twin = nn.Parameter(torch.zeros_like(rows) if whole is None else rows.new_zeros(param.shape))
-    setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute, torch.zeros_like(twin))
+    setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
     vars(beside).update(
         {key: value for key, value in vars(optimizer).items() if key not in _OVERRIDDEN},
@@ -210,7 +216,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         if key in _NUMBERS:
             first = _NUMBERS[key](group)
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
-        elif whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
+        elif is_sharded and whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
                 raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
             state[key] = RowShardedTensor.wrap(value, param.row_split, param.topology)

@@ -28,6 +28,7 @@ from .store_tree import Branch, branch_of
 from .watchdog import ORDER, conclude_once, watchdog
 
 __all__ = [
+    "Deferred",
     "Within",
     "agree",
     "agree_on_order",
@@ -199,8 +200,26 @@ def _reaching_store(what: str) -> Iterator[None]:
         ) from error
 
 
+class Deferred:
+    """Errors in work beside collectives. This rank still takes part in these, so that others need not wait for it.
+
+    Attributes:
+        error: The first error.
+    """
+
+    error: Exception | None = None
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Keep an error from inside the context for the end."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+
+
 @contextlib.contextmanager
-def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta) -> Iterator[None]:
+def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta | None = None) -> Iterator[Deferred]:
     """Raise an error from inside the context, on any rank of ``group``, on every rank. The other ranks quote it.
 
     A collective: all ranks leave the context together.
@@ -208,20 +227,25 @@ def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta) -> 
     Args:
         group: The ranks that take part.
         topic: What is done inside, for messages.
-        timeout: How long to wait for slower ranks.
+        timeout: How long to wait for slower ranks. None: one and a half times the group's time limit.
+
+    Yields:
+        What keeps errors for the end of the context.
     """
     failure: Exception | None = None
+    deferred = Deferred()
     try:
-        yield
+        yield deferred
     except Exception as error:  # the other ranks must learn of it before it is raised here
         failure = error
+    failure = failure or deferred.error
 
     def outcome() -> list[str]:
         if failure is not None:
             raise failure
         return []
 
-    agree(group, topic, outcome, timeout)
+    agree(group, topic, outcome, timeout or compat.timeout_of(group) * 1.5)
 
 
 @contextlib.contextmanager

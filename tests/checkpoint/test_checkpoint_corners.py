@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, load
 from mfsdp_compile.checkpoint import saving as saving_module
-from mfsdp_compile.checkpoint.manifest import read_manifest
+from mfsdp_compile.checkpoint.manifest import FileRecord, Manifest, read_manifest
 
 
 def fill(model: nn.Module, start: float) -> dict[str, float]:
@@ -501,3 +501,32 @@ def test_async_save_of_torch() -> None:
         for name, param in fresh.named_parameters():
             assert torch.equal(param.full_tensor(), saved[name]), name
             assert torch.equal(its_optimizer.state[param]["exp_avg"].full_tensor(), moments[name]), name
+
+
+@on_ranks(2)
+def test_a_load_waits_for_the_save_in_progress() -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    checkpoints = Checkpoints(root)
+    patch, write = pytest.MonkeyPatch(), saving_module.PublishingWriter.write_data
+
+    def slow(self: Any, plan: Any, planner: Any) -> Any:
+        time.sleep(1)
+        return write(self, plan, planner)
+
+    patch.setattr(saving_module.PublishingWriter, "write_data", slow)
+    checkpoints.save_async(3, model, optimizer)
+    restored = checkpoints.load(model, optimizer)
+    patch.undo()
+    assert restored is not None
+    assert restored.step == 3
+
+
+def test_a_file_that_is_cut_short_has_not_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "__1_0.distcp").write_bytes(b"half")
+    record = FileRecord(8, "")
+    monkeypatch.setattr(saving_module, "PATIENCE", 0.05)
+    writer = saving_module.PublishingWriter(tmp_path, Manifest(0, 0, "", 2, "", "", {}, rng=False), lambda: None)
+    with pytest.raises(RuntimeError, match=r"lacks __1_0\.distcp that other ranks have written"):
+        writer._check_arrived({"__1_0.distcp": record})

@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 RUNS = "checkpoint/test_checkpoint_runs.py -k"
 STRANGERS = "checkpoint/test_strangers.py -k"
+HOSTILE = "checkpoint/test_hostile.py -k"
 PLACE = "mfsdp_compile/checkpoint"
 
 CHECKPOINT = (
@@ -131,9 +132,73 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/loading.py",
         "microbatches before a load count after it",
-        "    sharded.grad_sync.microbatches = 0\n",
+        "        sharded.grad_sync.microbatches = 0\n",
         "",
         (f"{RUNS} microbatches_that_wait",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "after a load, ranks compute with the weights before",
+        "        sharded.refresh()\n",
+        "",
+        (f"{HOSTILE} residents",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "generators go on at another number of ranks",
+        "and manifest.world_size == ranks",
+        "",
+        (f"{HOSTILE} another_number",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "weights change before all ranks have read their part",
+        "        self._read(self._plan.in_place, only_checks=True)\n",
+        "        self._read(self._plan.in_place)\n",
+        (f"{HOSTILE} error_on_one_rank",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "one rank keeps the new optimizer state, and others the old",
+        "            vars(self._optimizer).update(self._before)\n",
+        "            pass\n",
+        (f"{HOSTILE} error_on_one_rank",),
+    ),
+    Mutant(
+        f"{PLACE}/dcp_reader.py",
+        "chunks may overlap, or lie outside of their tensor",
+        "    return not any(signs.values())",
+        "    return math.prod(shape) == sum(math.prod(chunk.sizes) for chunk in chunks)",
+        (f"{HOSTILE} was_not_saved",),
+    ),
+    Mutant(
+        f"{PLACE}/extra_state.py",
+        "a generator reads beyond its words",
+        "    if not 0 <= position <= WORDS:",
+        "    if not 0 <= position:",
+        (f"{HOSTILE} was_not_saved",),
+    ),
+    Mutant(
+        f"{PLACE}/folder.py",
+        "a load does not wait for the save in progress",
+        """        self.wait()
+        model = unwrapped(model, "Checkpoints.load")""",
+        """        model = unwrapped(model, "Checkpoints.load")""",
+        ("checkpoint/test_checkpoint_corners.py -k waits_for_the_save",),
+    ),
+    Mutant(
+        f"{PLACE}/saving.py",
+        "a file of another rank that is cut short has arrived",
+        "if size != files[name].bytes)",
+        "if size < 0)",
+        ("checkpoint/test_checkpoint_corners.py -k cut_short_has_not",),
+    ),
+    Mutant(
+        f"{PLACE}/full_state_dict.py",
+        "a full state dict has the live buffers",
+        "            state.update(copies.add(name, value))",
+        "            pass",
+        ("checkpoint/test_ignored_params.py -k is_a_copy",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
