@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import sys
 import warnings
@@ -103,7 +104,7 @@ def _warn_of_gathers(owners: Sequence[Owner]) -> None:
     """Tell rank 0 that Muon gathers matrices, at the line that calls its step."""
     if dist.get_rank() or all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
         return
-    inside, frame, level = f"{Path(torch.__file__).parent}{os.sep}", sys._getframe(2), 3
+    inside, frame, level = f"{Path(inspect.getfile(torch)).parent}{os.sep}", sys._getframe(2), 3
     while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:  # schedulers wrap step()
         frame, level = frame.f_back, level + 1
     warnings.warn(

@@ -272,9 +272,11 @@ def test_state_dicts_of_other_parameters_are_refused(fake_world: int) -> None:
 
 
 def test_models_with_the_same_names_have_optimizers_of_their_own(fake_world: int) -> None:
-    params = [p for _ in range(2) for p in fully_shard_model(nn.Linear(4, 8)).parameters()]
+    models = [fully_shard_model(nn.Linear(4, 8)) for _ in range(2)]
+    params = [param for model in models for param in model.parameters()]
+    optimizer = fully_shard_optimizer(torch.optim.SGD(params, lr=0.1))
     with pytest.raises(ValueError, match=r"two parameters named 'module.weight' of two models"):
-        fully_shard_optimizer(torch.optim.SGD(params, lr=0.1)).state_dict()
+        optimizer.state_dict()
 
 
 # -- over flat shards -------------------------------------------------------------------------------------------------

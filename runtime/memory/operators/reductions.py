@@ -192,8 +192,6 @@ def _truth(func: Any, over: _Reduced, named: dict[str, Any]) -> Tensor:
 @_whole_or_rows
 def _vector_norm(func: Any, over: _Reduced, named: dict[str, Any]) -> Any:
     order = named["ord"] if "ord" in named else named["p"]
-    if not over.count and order == math.inf:
-        return NotImplemented  # torch says why there is none
     norms = _norms([over], 2 if order is None else order, named.get("dtype"))
     return norms if norms is NotImplemented else norms[0]
 
