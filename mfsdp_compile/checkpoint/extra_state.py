@@ -68,7 +68,7 @@ def check_generators(state: Mapping[str, Tensor]) -> None:
     for name, (dtype, shape) in GENERATORS.items():
         found = state.get(name)
         if found is None:
-            raise ValueError(f"{name!r} is missing")
+            raise ValueError(f"there is no state of {name!r}")
         if found.dtype != dtype or tuple(found.shape) != shape:
             raise ValueError(f"{name!r} is {tuple(found.shape)} {found.dtype} instead of {shape} {dtype}")
     version, *words, index = state["python"].tolist()
