@@ -68,12 +68,12 @@ def check_generators(state: Mapping[str, Tensor]) -> None:
     for name, (dtype, shape) in GENERATORS.items():
         found = state.get(name)
         if found is None:
-            raise ValueError(f"there is no state of {name!r}")
+            raise ValueError(f"the state of {name!r} is missing")
         if found.dtype != dtype or tuple(found.shape) != shape:
             raise ValueError(f"{name!r} is {tuple(found.shape)} {found.dtype} instead of {shape} {dtype}")
     version, *words, index = state["python"].tolist()
     if version != random.getstate()[0]:
-        raise ValueError(f"'python' has version {version}")
+        raise ValueError(f"'python' has an unknown version, {version}")
     _check_twister("python", words, index)
     *words, position, has_gauss = state["numpy"].tolist()
     _check_twister("numpy", words, position)
@@ -81,10 +81,7 @@ def check_generators(state: Mapping[str, Tensor]) -> None:
         raise ValueError("'numpy' has no normal number that was drawn before")
     if math.isinf(state["python_gauss"].item()):
         raise ValueError("'python_gauss' is infinite")
-    try:
-        _check_twister("torch", *words_of(state["torch"]))
-    except ValueError as error:
-        raise ValueError(f"'torch': {error}") from None
+    _check_twister("torch", *words_of(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.Generator("cuda").set_state(state["cuda"])
 

@@ -305,10 +305,10 @@ class _Load:
             for name in (*GENERATORS, *(("cuda",) if "cuda" in found else ())):
                 expected = GENERATORS.get(name)
                 if name not in found or not reader.is_tensor(found[name]):
-                    raise ValueError(f"there is no state of {name!r}")
+                    raise ValueError(f"the state of {name!r} is missing")
                 its = reader.dtype(found[name]), tuple(reader.shape(found[name]))
                 if its != (expected or (torch.uint8, its[1])):
-                    raise ValueError(f"{name!r} is {its[1]} {its[0]}")
+                    raise ValueError(f"the state of {name!r} is {its[1]} {its[0]}")
                 self._generators[name] = reader.tensor(found[name])
             check_generators(self._generators)
         except (ValueError, RuntimeError) as error:

@@ -505,7 +505,7 @@ def check_sums(file: IO[bytes], where: Path | str) -> None:
     with _archive(file, where) as archive:
         wrong = archive.testzip() if any(item.CRC for item in archive.infolist()) else None
         if wrong is not None:
-            raise ValueError(f"the checksum of {wrong} differs")
+            raise _damaged(where, f"the checksum of {wrong} differs")
 
 
 def check_archive(file: IO[bytes], where: Path | str) -> None:
@@ -582,13 +582,13 @@ class _TensorUnpickler(_MetadataUnpickler):
             return found
         if (module, name) == ("collections", "OrderedDict") or name in _STORAGES or module == "torch._utils":
             return _NamedClass(name)
-        raise ValueError(f"a plain tensor has no {module}.{name}")
+        return _refuse(_NamedClass(name))
 
     def persistent_load(self, found: Any) -> _StoredValues:
         kind, storage, part, _, count = found
         dtype = _STORAGES[storage.name]
         if kind != "storage" or type(part) is not str:
-            raise ValueError(f"values are stored as {kind!r:.80}")
+            _refuse(storage)
         return _StoredValues(dtype, part, whole(count, "a number of elements") * dtype.itemsize)
 
     def _reduce(self) -> None:
@@ -601,7 +601,7 @@ class _TensorUnpickler(_MetadataUnpickler):
         elif named in (_NamedClass("_rebuild_tensor_v2"), _NamedClass("_rebuild_tensor_v3")):
             self.stack[-1] = _strided(*arguments)
         else:
-            raise ValueError(f"a plain tensor is not made by {named}")
+            _refuse(named)
 
     dispatch: ClassVar[dict[int, Any]] = _MetadataUnpickler.dispatch | {
         pickle.REDUCE[0]: _reduce,
@@ -621,7 +621,7 @@ def _strided(
     sizes, steps = _size(shape), _size(stride)
     reach = whole(offset, "an offset") + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) + 1
     if 0 not in sizes and reach * dtype.itemsize > values.bytes:
-        raise ValueError(f"a tensor of {reach:,} elements has {values.bytes:,} bytes")
+        _refuse(_NamedClass("_rebuild_tensor"))
     return values, StoredTensor(dtype, tuple(sizes))
 
 

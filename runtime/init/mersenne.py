@@ -62,10 +62,10 @@ def words_of(state: Tensor) -> tuple[list[int], int]:
     left, seeded = raw[_LEFT : _SEEDED + 4].view("<i4").tolist()
     (following,) = raw[_NEXT : _NEXT + 8].view("<u8").tolist()
     if not 1 <= left <= _N or seeded != 1 or left + following > _N + 1:
-        raise ValueError(f"{left:,} of {_N} words are left after {following:,}")
+        raise ValueError(f"torch's generator has {left:,} of {_N} words left after {following:,}")
     normals = [*raw[_NORMALS : _NORMALS + 24].view("<f8"), *raw[_NORMALS + 32 : _NORMALS + 36].view("<f4")]
     if not np.isfinite(normals).all():
-        raise ValueError(f"its next normal samples are {normals}")
+        raise ValueError(f"the next normal samples of torch's generator are {normals}")
     return raw[_WORDS:_NORMALS].view("<u8").tolist(), following
 
 

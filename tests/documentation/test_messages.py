@@ -17,7 +17,6 @@ NOT_OURS = tuple(f"mfsdp_compile/{name}" for name in ("demo", "examples", "model
 PASSED_ON = {
     "mfsdp_compile/backend/regions.py",
     "mfsdp_compile/checkpoint/dcp_reader.py",
-    "mfsdp_compile/checkpoint/extra_state.py",
     "mfsdp_compile/checkpoint/folder.py",
     "mfsdp_compile/checkpoint/loading.py",
     "mfsdp_compile/convert/stacked_tensors.py",
