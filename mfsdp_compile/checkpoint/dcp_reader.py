@@ -430,7 +430,7 @@ def _covers_once(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -
         return False
     signs: dict[tuple[int, ...], int] = {}
     for chunk, sign in [(whole, -1), *((chunk, 1) for chunk in chunks)]:
-        corners = [((), sign)]
+        corners: list[tuple[tuple[int, ...], int]] = [((), sign)]
         for d in cut:
             low, high = chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]
             corners = [each for at, s in corners for each in (((*at, low), s), ((*at, high), -s))]

@@ -567,7 +567,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class _StoredValues:
-    """Values of tensors in an archive: a part of it with at least ``bytes`` bytes."""
+    """Values of tensors in an archive: a part of it with ``bytes`` bytes."""
 
     dtype: torch.dtype
     part: str
@@ -640,7 +640,7 @@ def stored_tensor(file: IO[bytes], where: Path | str) -> StoredTensor | None:
             pickled = archive.read(f"{folder}/data.pkl")
             values, tensor = _TensorUnpickler(io.BytesIO(pickled), Path(where)).load()
             with archive.open(f"{folder}/data/{values.part}"):  # compares its two headers
-                has_all = archive.getinfo(f"{folder}/data/{values.part}").file_size >= values.bytes
+                has_all = archive.getinfo(f"{folder}/data/{values.part}").file_size == values.bytes
         except Exception:  # whatever it is, it is not a plain tensor
             return None
         return tensor if has_all else None

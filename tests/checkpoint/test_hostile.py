@@ -110,6 +110,12 @@ def with_less_values(tampered: Tampered, key: str) -> None:
     tampered.put(key, rewritten(content, lambda name, part: part[:4] if "/data/" in name else part).ljust(len(content)))
 
 
+def with_more_values(tampered: Tampered, key: str) -> None:
+    """Let the pickle of a tensor ask for fewer values than the archive has. torch.load refuses that."""
+    content = archive(tampered.read(key).clone())
+    tampered.put(key, rewritten(content, lambda name, part: part * 2 if "/data/" in name else part))
+
+
 def huge(tampered: Tampered, key: str, count: int = 1 << 45) -> None:
     entry = tampered.entry(key)
     entry.size = torch.Size([count])
@@ -139,6 +145,7 @@ ANY_WRITER: dict[str, Callable[[Tampered], Any]] = {
     "a chunk of a moment has another shape": lambda t: of_another_shape(t, MOMENT),
     "a chunk has another dtype": lambda t: of_another_dtype(t, MOMENT),
     "a chunk has less values": lambda t: with_less_values(t, WEIGHT),
+    "a chunk has more values": lambda t: with_more_values(t, WEIGHT),
     "a chunk is compressed": lambda t: t.put(WEIGHT, bomb(1 << 20)),
     "a chunk is a list": lambda t: t.put(WEIGHT, archive([1.0] * 30)),
     "a step is huge": lambda t: huge(t, STEP),
@@ -258,6 +265,7 @@ def test_residents_are_gathered_again_after_a_load() -> None:
             param.zero_()
     model.start_param_sync(force_sync=True)
     load(path, model, optimizer)
+    assert not any(bucket.is_stale for bucket in model.sharded.buckets)  # their gathers run before the next forward
     assert torch.equal(model(batch), expected)
 
 
