@@ -8,7 +8,7 @@ DistributedDataParallel, and save the first rank's rows as if they were the whol
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    shard_for_evaluation: Callable[[nn.Module], nn.Module] | None = None
+    """Shards models that are prepared with ``evaluation_mode``. None: they stay whole."""
 
     def __init__(self, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any) -> None:
         super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -106,6 +108,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
             ValueError: If accelerate is configured to do something to the model that is impossible after sharding.
         """
         sharded = sharded_model(model)
+        if sharded is None and evaluation_mode and self.shard_for_evaluation is not None:
+            return self.shard_for_evaluation(model)
         if sharded is None:
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return prepared

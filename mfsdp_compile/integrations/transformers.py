@@ -151,7 +151,8 @@ else:
 class MfsdpTrainerMixin(_Base):
     """Adds sharding to a subclass of ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
 
-    The model is sharded when training or evaluation begins, together with the optimizer if one was passed. ``bf16`` and
+    The model is sharded when training or evaluation begins, together with the optimizer if one was passed, and so is the
+    reference model of TRL's trainers, which every rank must run as often as the others. ``bf16`` and
     ``fp16`` set the dtype that the model is gathered and computes in. Shards keep their values without rounding, as
     with accelerate and FSDP2; there is no autocast. ``torch_compile_backend`` selects the inner compiler:
     ``"inductor"`` or ``"aot_eager"``.
@@ -181,6 +182,7 @@ class MfsdpTrainerMixin(_Base):
             )
         # Trainer creates the accelerator by name. This class differs only in its methods.
         self.accelerator.__class__ = MfsdpAccelerator
+        self.accelerator.shard_for_evaluation = self._shard_for_evaluation
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,13 @@ class MfsdpTrainerMixin(_Base):
     def _compute_dtype(self) -> torch.dtype | None:
         """Dtype to compute in. None: the model's own."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    def _shard_for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Shard a model that is only evaluated, such as TRL's reference model. Unsuitable ones stay whole."""
+        if any(_unsuitable(model)):
+            return model
+        with _computing_in(model, self._compute_dtype):
+            return fully_shard_model(model, **self.sharding.arguments(model, self.args.device.type)).eval()
 
     def _shard(self) -> MegatronFSDP:
         """Shard the model and, if one was passed, its optimizer, unless that is already done."""
