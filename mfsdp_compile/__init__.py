@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .distributed_index import FSDPDistributedIndex
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
+    from .pretrained import load_pretrained, save_pretrained
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.precision import MixedPrecisionPolicy
@@ -51,6 +52,8 @@ _PLACES = {
     "fully_shard": "api",
     "fully_shard_model": "api",
     "fully_shard_optimizer": "api",
+    "load_pretrained": "pretrained",
+    "save_pretrained": "pretrained",
     "verify": "passes.verifier.verify",
 }
 """Public names and the modules that define them, which are imported at their first use: the command line starts without torch."""
@@ -73,6 +76,8 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "load_pretrained",
+    "save_pretrained",
     "verify",
 ]
 

@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
+from mfsdp_compile.runtime.eager.save_methods import guard_saving
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.tensor import is_homeless
 from mfsdp_compile.runtime.model import ShardedModel, note_values
@@ -205,6 +206,7 @@ def fully_shard(
     for each in modules:
         vars(each)[_REQUEST] = request
         compat.register_fully_sharded(each)
+        guard_saving(each)
         _wait(each)
     for wrapper in request.wrappers:
         compat.before_compiled_call(wrapper, functools.partial(_sharded, compat.uncompiled(wrapper)))

@@ -15,6 +15,7 @@ from mfsdp_compile.runtime import recovery
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.owner import name_of
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy
@@ -316,13 +317,9 @@ class MegatronFSDP(nn.Module):
         Memory: one bucket, if the caller keeps nothing else.
         """
         self.sharded.check_parameters_are_everyones("full_parameters")
-        for bucket in self.sharded.buckets:
-            parts = bucket.gather_shards()
-            for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):
-                yield sites[0].name, split.assemble(part)
-            del parts, part
-        for name, param in self.sharded.ignored.items():
-            yield name, param.detach().clone()
+        for param, whole in self.sharded.wholes():
+            yield name_of(param), whole
+            del whole  # frees its bucket before the next one is gathered
 
     def gathered(self, budget: int | str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which parameters stay gathered between forwards.

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from . import compat, recovery, step_checks
 from .eager.engine import EagerRuntime
 from .eager.modules import is_sharded, label_module, release_module
+from .eager.save_methods import guard_saving
 from .eager.summon import whole_parameters
 from .exchange import Overlap, buffer_bytes
 from .grad_sync import GradSync, SyncSettings
@@ -120,6 +121,7 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.owner = self
         ignore(self, self.ignored)
+        guard_saving(module)
         _models.add(self)
         watch_steps()
 
@@ -554,6 +556,26 @@ class ShardedModel:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
                 self.conduct.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
                 bucket.start_refresh()
+
+    def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield parameters and their whole tensors, bucket by bucket; ignored ones come last: copies of what this rank has.
+
+        A collective: all ranks exhaust the iterator. Memory: one bucket.
+
+        Args:
+            among: The ``id`` of the parameters that are wanted; buckets without any are not gathered. None: all.
+        """
+        for bucket in self.buckets:
+            wanted = [among is None or id(param) in among for param in bucket.params]
+            if any(wanted):
+                parts = bucket.gather_shards()
+                for param, split, part, is_wanted in zip(bucket.params, bucket.splits, parts, wanted, strict=True):
+                    if is_wanted:
+                        yield param, split.assemble(part)
+                del parts, part
+        for param in self.ignored.values():
+            if among is None or id(param) in among:
+                yield param, param.detach().clone()
 
     def await_gathers(self) -> None:
         """Wait for the gathers that :meth:`refresh` has started."""

@@ -41,7 +41,7 @@ from .loading import PATIENCE, Restored, as_checkpoint_error, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sharded_part, sync_directory
 
-__all__ = ["Checkpoints"]
+__all__ = ["LOCK", "Checkpoints", "locked"]
 
 LOCK_PATIENCE = 60.0
 """Seconds to wait for a process that starts or publishes a save in the same folder. That takes milliseconds, and as long as
@@ -49,7 +49,7 @@ it takes to remove an old checkpoint."""
 
 _LATEST = "latest"
 _SAVE = "a save of a checkpoint"
-_LOCK = ".lock"
+LOCK = ".lock"
 _log = logging.getLogger("mfsdp_compile")
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 
@@ -295,7 +295,7 @@ class Checkpoints:
         lock = until_done.enter_context(contextlib.ExitStack())
         if dist.get_rank(group) == 0:
             try:
-                with _locked(self.root):
+                with locked(self.root):
                     chosen = [(*self._prepare(step, sharded.lineage, lock), None)]
             except Exception as error:  # the other ranks wait for it
                 lock.close()
@@ -307,8 +307,8 @@ class Checkpoints:
             raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
 
         def publish() -> None:
-            with _locked(self.root):
-                (directory / _LOCK).unlink()
+            with locked(self.root):
+                (directory / LOCK).unlink()
                 os.rename(directory, final)
                 sync_directory(self.root)
                 try:
@@ -347,7 +347,7 @@ class Checkpoints:
         name = next(n for n in names if not (self.root / n).exists() and not (self.root / f".saving-{n}").exists())
         directory = self.root / f".saving-{name}"
         directory.mkdir()
-        lock.enter_context(_locked(directory))
+        lock.enter_context(locked(directory))
         return directory, self.root / name, serial
 
     def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
@@ -444,7 +444,7 @@ class _Save:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold a folder's lock. The operating system releases the lock of a process that dies.
 
     Raises:
@@ -460,7 +460,7 @@ def _locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{folder / _LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process that "
+                        f"{folder / LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process that "
                         "saves into this folder stopped?"
                     ) from None
             time.sleep(0.05)
@@ -484,7 +484,7 @@ def _is_locked(folder: Path) -> bool:
 
 def _lock_file(folder: Path, flags: int = 0) -> IO[str]:
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(folder / _LOCK, flags, 0o666), "r+")
+    return os.fdopen(os.open(folder / LOCK, flags, 0o666), "r+")
 
 
 def _manifest(

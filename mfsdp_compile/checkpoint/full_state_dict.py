@@ -18,9 +18,9 @@ from mfsdp_compile.runtime.optim.state import parameter_names
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
-from mfsdp_compile.wrapper import unwrapped
 
 from .host_copies import Copies, HostCopies
+from .weights import ShardedWeights
 
 __all__ = ["full_optimizer_state_dict", "full_state_dict"]
 
@@ -31,40 +31,39 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     Parameters are gathered bucket by bucket: no rank ever holds two copies of the model, and the other ranks hold none.
 
     Args:
-        model: The sharded model. Names are those of ``model.module``, dtypes those of the shards.
+        model: The sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`. Names are those of its module, dtypes
+            those of the shards.
         rank: The rank that gets the state dict, in the process group of the model's ranks. None: all ranks.
 
     Returns:
         Plain tensors by name, including buffers; tied parameters share one tensor. Empty on other ranks.
     """
-    model = unwrapped(model, "full_state_dict")
-    mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
+    weights = ShardedWeights.of(model, "full_state_dict")
+    weights.check("full_state_dict")
+    mine = rank is None or dist.get_rank(weights.everyone) == rank
     state: dict[str, Any] = {}
-    with errors_for_all(model.sharded.everyone, "full_state_dict") as deferred:
-        wholes: dict[str, Tensor] = {}
-        copies: HostCopies[str] = HostCopies()
-        for name, whole in model.full_parameters():
+    with errors_for_all(weights.everyone, "full_state_dict") as deferred:
+        wholes: dict[int, Tensor] = {}
+        copies: HostCopies[int] = HostCopies()
+        for param, whole in weights.wholes():
             if mine and deferred.error is None:
                 with deferred.errors():
-                    wholes.update(copies.add(name, whole))
+                    wholes.update(copies.add(id(param), whole))
             del whole
         if mine and deferred.error is None:
             wholes.update(copies.rest())
-            state = _with_values(model.module, wholes)
+            state = _with_values(weights.module, wholes)
     return state
 
 
-def _with_values(module: nn.Module, wholes: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the module's state dict with these parameters, and copies of everything else."""
-    first_name: dict[int, str] = {}
+def _with_values(module: nn.Module, wholes: dict[int, Tensor]) -> dict[str, Any]:
+    """Return the module's state dict with these parameters, by ``id``, and copies of everything else."""
     params = dict(module.named_parameters(remove_duplicate=False))
-    for name, param in params.items():
-        first_name.setdefault(id(param), name)
     copies: HostCopies[str] = HostCopies()
     state: dict[str, Any] = dict(module.state_dict())
     for name, value in list(state.items()):
         if name in params:
-            state[name] = wholes[first_name[id(params[name])]]
+            state[name] = wholes[id(params[name])]
         elif isinstance(value, Tensor):
             state.update(copies.add(name, value))
     state.update(copies.rest())

@@ -56,6 +56,7 @@ from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_ge
 from .manifest import Manifest, damaged_files, read_manifest
 from .megatron_states import PREFIX as MEGATRON_PREFIX
 from .megatron_states import MegatronStates
+from .weights import inner_name
 
 __all__ = ["Restored", "as_checkpoint_error", "load"]
 
@@ -413,7 +414,7 @@ class _LoadPlan:
         self._megatron_name: dict[str, str] = {}  # parameter's name -> its name in the checkpoint
         self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
-        names = {_inner(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        names = {inner_name(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
         self._megatron = MegatronStates.of(reader, names)
         self._plan_model()
         if optimizer is not None:
@@ -435,7 +436,7 @@ class _LoadPlan:
 
     def _plan_model(self) -> None:
         state = self._module.state_dict()
-        inner = {_inner(name): name for name in state}
+        inner = {inner_name(name): name for name in state}
         prefix = max(_MODEL_PREFIXES, key=lambda prefix: sum(name in inner for name in self._of_model(prefix)))
         stored = self._of_model(prefix)
         # A tied parameter has several names here, and possibly only one of them in the checkpoint.
@@ -449,10 +450,10 @@ class _LoadPlan:
             if name.rpartition(".")[2] == EXTRA_STATE:
                 self._plan_extra_state(name, stored)
                 continue
-            found = stored.get(_inner(name))
+            found = stored.get(inner_name(name))
             if found is None:
                 twins = names_of.get(id(params.get(name)), ())
-                if not any(_inner(twin) in stored for twin in twins):
+                if not any(inner_name(twin) in stored for twin in twins):
                     self.compared.missing.append(f"model.{name}")
                 continue
             self._used.add(found)
@@ -476,7 +477,7 @@ class _LoadPlan:
 
     def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
         """Return the key to load a weight from: that of its main weight, if this has the dtype of the shard."""
-        main = self._megatron.main_weights.get(_inner(name)) if self._megatron is not None else None
+        main = self._megatron.main_weights.get(inner_name(name)) if self._megatron is not None else None
         if main is None or not self._reader.is_tensor(main):
             return key
         return main if self._reader.dtype(main) == dtype else key
@@ -486,19 +487,21 @@ class _LoadPlan:
         keys = [key for key in self._stored if key.startswith(prefix)]
         if not prefix:
             keys = [key for key in keys if not key.startswith(_NOT_OF_MODEL) and key != "extra"]
-        return {_inner(key.removeprefix(prefix)): key for key in keys}
+        return {inner_name(key.removeprefix(prefix)): key for key in keys}
 
     def _plan_extra_state(self, name: str, stored: dict[str, str]) -> None:
         """Plan a result of ``get_extra_state``: a value, a tensor, or a dictionary of these that DCP has flattened."""
         keys = {
-            inner: key for inner, key in stored.items() if inner == _inner(name) or inner.startswith(f"{_inner(name)}.")
+            inner: key
+            for inner, key in stored.items()
+            if inner == inner_name(name) or inner.startswith(f"{inner_name(name)}.")
         }
         if not keys:
             self.compared.missing.append(f"model.{name}")
             return
         self._used.update(keys.values())
-        if _inner(name) in keys:
-            self._extra_states[name] = self._value(keys[_inner(name)])
+        if inner_name(name) in keys:
+            self._extra_states[name] = self._value(keys[inner_name(name)])
             return
         whole: dict[str, Any] = {}
         for key in keys.values():
@@ -525,10 +528,10 @@ class _LoadPlan:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             params[name_of(param)] = param
         first_name = {id(param): name for name, param in params.items()}
-        by_inner = {_inner(name): name for name in params}
+        by_inner = {inner_name(name): name for name in params}
         for name, param in self._module.named_parameters(remove_duplicate=False):  # other names of tied ones
             if id(param) in first_name:
-                by_inner[_inner(name)] = first_name[id(param)]
+                by_inner[inner_name(name)] = first_name[id(param)]
         self._name_in_optimizer = by_inner
         self._optimizer_prefix = max(
             (MEGATRON_PREFIX, "module.", ""),
@@ -583,12 +586,12 @@ class _LoadPlan:
     def _with_state(self, prefix: str) -> set[str]:
         start = f"optimizer.state.{prefix}"
         keys = (key.removeprefix(start) for key in self._stored if key.startswith(start))
-        return {_inner(key.rpartition(".")[0]) for key in keys}
+        return {inner_name(key.rpartition(".")[0]) for key in keys}
 
     def _state_key(self, key: str) -> tuple[str, str]:
         """Return the parameter's name and the name of its state."""
         name, state = map(str, self._state_path(key)[:2])
-        return _inner(name.removeprefix(self._optimizer_prefix)), state
+        return inner_name(name.removeprefix(self._optimizer_prefix)), state
 
     def _state_path(self, key: str) -> tuple[Any, ...]:
         """Return the stored name of a parameter, and the path of a value in its state."""
@@ -609,7 +612,7 @@ class _LoadPlan:
         group_of = {}
         for number, group in stored.items():
             for name in group.get("params", ()):
-                known = self._name_in_optimizer.get(_inner(str(name).removeprefix(self._optimizer_prefix)))
+                known = self._name_in_optimizer.get(inner_name(str(name).removeprefix(self._optimizer_prefix)))
                 group_of[f"{PREFIX}{known}"] = number
         groups = []
         for i, group in enumerate(state_dict_groups(optimizer)):
@@ -720,13 +723,6 @@ def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointErro
 def as_causes(error: CheckpointException) -> list[str]:
     """Return what failed, on whichever rank. Without communication, torch calls every rank 0."""
     return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
-
-
-def _inner(name: str) -> str:
-    """Remove the parts of a name that wrappers inside the module have added."""
-    for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.replace(inner, "")
-    return name
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,14 +18,16 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
+from mfsdp_compile.checkpoint.weights import inner_name
 from mfsdp_compile.convert.safetensors_files import SafetensorsReader
 from mfsdp_compile.runtime.init.meta import ByMethod, Initializer
 
@@ -136,35 +138,53 @@ class Pretrained(Initialization):
         self._made: tuple[_Conversion, Mapping[str, Tensor]] | None = None
 
     def prepare(self, module: nn.Module) -> None:
-        self._look_at(module)
-        self._reader = SafetensorsReader(self._folder)
-        model = next(iter(self._model_of.values()), None)
-        if model is not None:
-            self._sources, unexpected = _converted_sources(model, self._names[model], self._reader)
-        else:
-            self._sources = {
-                name: _StoredParameter(name, layout.shape) for name, layout in self._reader.layouts.items()
-            }
-            unexpected = []
-        wanted = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-        unexpected += [name for name in self._sources if name not in wanted]
-        problems = [
-            *self._missing(wanted, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-            *_misshapen(wanted, self._sources),
-            *self._unexpected(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
-        ]
-        if problems:
-            listed = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
-            raise CheckpointError(
-                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the model as the "
-                "folder's config.json says, or say with allow_missing=... (then initialized) and allow_unexpected=... (then left "
-                "out) what is meant."
-            )
+        wanted, _ = self.compare(module, "initialized")
         read = {id(tensor) for name, tensor in wanted.items() if self.has(name)}
         self.draws = any(id(param) not in read for param in module.parameters())
         for name, tensor in wanted.items():
             if self.has(name):
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialize their children's
+
+    def compare(self, module: nn.Module, otherwise: str) -> tuple[dict[str, Tensor], list[str]]:
+        """Find what to read for each parameter and buffer of ``module``. Reads no values.
+
+        Args:
+            otherwise: What happens to tensors that are missing from the folder, for messages.
+
+        Returns:
+            The module's tensors by their names without those of wrappers inside, and the tensors that are left out.
+
+        Raises:
+            CheckpointError: If the folder is damaged or does not match.
+        """
+        self._look_at(module)
+        self._reader = SafetensorsReader(self._folder)
+        wanted = {inner_name(name): t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        model = next(iter(self._model_of.values()), None)
+        if model is not module and not wanted.keys().isdisjoint(self._reader.layouts):
+            model = None  # the folder belongs to what is around the transformers model
+        if model is not None:
+            self._sources, unexpected = _converted_sources(model, inner_name(self._names[model]), self._reader)
+        else:
+            self._sources = {
+                name: _StoredParameter(name, layout.shape) for name, layout in self._reader.layouts.items()
+            }
+            unexpected = []
+        unexpected += [name for name in self._sources if name not in wanted]
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        problems = [
+            *self._missing(wanted, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+            *self._misshapen(wanted),
+            *self._unexpected(unexpected, ignored),
+        ]
+        if problems:
+            listed = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
+            raise CheckpointError(
+                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the model as the "
+                f"folder's config.json says, or say with allow_missing=... (then {otherwise}) and allow_unexpected=... (then left "
+                "out) what is meant."
+            )
+        return wanted, unexpected
 
     def _missing(self, wanted: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
         there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied ones may have another name
@@ -178,10 +198,31 @@ class Pretrained(Initialization):
             if not any(re.search(pattern, name) for pattern in ignored) and not _matches(name, self._allow_unexpected):
                 yield f"unexpected: {name}"
 
+    def _misshapen(self, wanted: Mapping[str, Tensor]) -> Iterator[str]:
+        for name, source in self._sources.items():
+            if name not in wanted:
+                continue
+            shape = source.shape if isinstance(source, _StoredParameter) else self._made_shape(source, name)
+            if shape is not None and shape != tuple(wanted[name].shape):
+                yield f"another shape: {name} is {tuple(wanted[name].shape)}, the folder has {shape}"
+
+    def _made_shape(self, conversion: _Conversion, name: str) -> tuple[int, ...] | None:
+        """Return the shape of what a conversion makes; None if only its result can tell."""
+        try:
+            made = self._convert(conversion, self._without_values)
+        except Exception:  # an operation that looks at values; reading finds what does not fit
+            return None
+        return tuple(made[name].shape)
+
+    def _without_values(self, key: str) -> Tensor:
+        layout = self._reader.layouts[key]
+        return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+
     def has(self, name: str) -> bool:
-        return name in self._sources
+        return inner_name(name) in self._sources
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        name = inner_name(name)
         source = self._sources[name]
         if isinstance(source, _StoredParameter):
             return self._reader.part(source.key, index)
@@ -192,12 +233,16 @@ class Pretrained(Initialization):
             self._made = (source, self._convert(source))
         return self._made[1][name][index]
 
-    def _convert(self, conversion: _Conversion) -> Mapping[str, Tensor]:
+    def _convert(self, conversion: _Conversion, tensor: Callable[[str], Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Return what a conversion makes of the folder's tensors, or of others, by name."""
+        tensor = tensor or self._reader.tensor
         converter = copy.deepcopy(conversion.converter)
         for pattern, key in conversion.keys:
-            converter.add_tensor(conversion.target, key, pattern, lambda key=key: self._reader.tensor(key))
+            converter.add_tensor(conversion.target, key, pattern, functools.partial(tensor, key))
         made = converter.convert(conversion.target, model=conversion.model, config=conversion.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {
+            conversion.prefix + name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -222,13 +267,14 @@ class _Conversion:
         target: Name of the first of these parameters in the transformers model.
         keys: Pairs of a matched pattern and a tensor's name, in order.
         model: The transformers model.
+        prefix: What precedes its names in the sharded module.
     """
 
     converter: Any
     target: str
     keys: tuple[tuple[str, str], ...]
     model: Any
-    shape: None = None
+    prefix: str
 
     def only(self, rows: slice) -> _Conversion | None:
         """Return a conversion that makes only these rows, or None if all tensors are needed.
@@ -246,7 +292,7 @@ class _Conversion:
         for pattern, key in self.keys:
             by_pattern.setdefault(pattern, []).append(key)
         keys = [(pattern, key) for pattern, found in by_pattern.items() for key in found[rows]]
-        return _Conversion(self.converter, self.target, tuple(keys), self.model)
+        return _Conversion(self.converter, self.target, tuple(keys), self.model, self.prefix)
 
 
 _Source = _StoredParameter | _Conversion
@@ -262,7 +308,7 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     """
     loading, mapping = _library("core_model_loading"), _library("conversion_mapping")
     prefix = f"{path}." if path else ""
-    wanted = model.state_dict()
+    wanted = {inner_name(name): value for name, value in model.state_dict().items()}
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
@@ -282,16 +328,10 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
             converted.setdefault(name, []).append((pattern, key))
     for name, keys in converted.items():
         converter = converter_of[keys[0][0]]
-        conversion = _Conversion(converter, name, tuple(keys), model)
+        conversion = _Conversion(converter, name, tuple(keys), model, prefix)
         for target in converter.target_patterns:
             sources[prefix + name.replace(converter.target_patterns[0], target)] = conversion
     return sources, unexpected
-
-
-def _misshapen(wanted: Mapping[str, Tensor], sources: Mapping[str, _Source]) -> Iterator[str]:
-    for name, source in sources.items():
-        if name in wanted and source.shape is not None and source.shape != tuple(wanted[name].shape):
-            yield f"another shape: {name} is {tuple(wanted[name].shape)}, the folder has {source.shape}"
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

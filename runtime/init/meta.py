@@ -30,7 +30,17 @@ from .deferred_fill import DeferredFills
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, Home
 
-__all__ = ["ByFunction", "ByMethod", "InitFn", "Initializer", "Later", "has_meta", "initialize", "random_state"]
+__all__ = [
+    "ByFunction",
+    "ByMethod",
+    "InitFn",
+    "Initializer",
+    "Later",
+    "has_meta",
+    "initialize",
+    "random_state",
+    "read_rows",
+]
 
 InitFn = Callable[[nn.Module], None]
 """Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
@@ -293,7 +303,7 @@ class _Initialization:
                 if self._originals[owner][name].is_meta and (home.bucket, home.index) not in known:
                     known.add((home.bucket, home.index))
                     if (stored := _stored(home, self._initializer)) is not None:
-                        _read_rows(home, stored, self._initializer)
+                        read_rows(home, stored, self._initializer)
 
 
 def _parted(home: Home) -> tuple[int, int]:
@@ -323,7 +333,17 @@ def _stored(home: Home, initializer: Initializer) -> str | None:
     return next((site.name for site in home.bucket.sites[home.index] if initializer.has(site.name)), None)
 
 
-def _read_rows(home: Home, name: str, initializer: Initializer) -> None:
+def read_rows(home: Home, name: str, initializer: Initializer) -> None:
+    """Read this rank's rows of a parameter, in place.
+
+    Args:
+        home: Its place.
+        name: Its name, for which ``initializer`` can read values.
+
+    Raises:
+        NotImplementedError: Ranks hold different experts under that name.
+        ValueError: The values have another shape.
+    """
     split, rank = _split(home), home.bucket.topology.shard
     if _parted(home)[0] > 1:
         raise NotImplementedError(
