@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from . import compat, recovery, step_checks
 from .eager.engine import EagerRuntime
 from .eager.modules import is_sharded, label_module, release_module
-from .eager.save_methods import guard_saving
 from .eager.summon import whole_parameters
 from .exchange import Overlap, buffer_bytes
 from .grad_sync import GradSync, SyncSettings
@@ -121,7 +120,6 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.owner = self
         ignore(self, self.ignored)
-        guard_saving(module)
         _models.add(self)
         watch_steps()
 

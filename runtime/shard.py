@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .casts import Casts
 from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .eager.modules import shard_module
+from .eager.save_methods import guard_saving
 from .exchange import Overlap
 from .init import meta
 from .layout import LayoutPolicy
@@ -155,6 +156,7 @@ def shard_model(
     if registration is not None and options.registers == "now":
         registration.register(buckets)
     _shard_modules(module, sharded, made.homes, casts)
+    guard_saving(module)
     sharded.forget_old_code()
     sharded.awaits_values = initializer is not None and not initializer.gives_values
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):

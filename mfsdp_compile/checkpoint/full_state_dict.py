@@ -43,27 +43,28 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     mine = rank is None or dist.get_rank(weights.everyone) == rank
     state: dict[str, Any] = {}
     with errors_for_all(weights.everyone, "full_state_dict") as deferred:
-        wholes: dict[int, Tensor] = {}
-        copies: HostCopies[int] = HostCopies()
+        first_name = {id(param): name for name, param in weights.module.named_parameters()}
+        wholes: dict[str, Tensor] = {}
+        copies: HostCopies[str] = HostCopies()
         for param, whole in weights.wholes():
             if mine and deferred.error is None:
                 with deferred.errors():
-                    wholes.update(copies.add(id(param), whole))
+                    wholes.update(copies.add(first_name[id(param)], whole))
             del whole
         if mine and deferred.error is None:
             wholes.update(copies.rest())
-            state = _with_values(weights.module, wholes)
+            state = _with_values(weights.module, wholes, first_name)
     return state
 
 
-def _with_values(module: nn.Module, wholes: dict[int, Tensor]) -> dict[str, Any]:
-    """Return the module's state dict with these parameters, by ``id``, and copies of everything else."""
+def _with_values(module: nn.Module, wholes: dict[str, Tensor], first_name: Mapping[int, str]) -> dict[str, Any]:
+    """Return the module's state dict with these parameters, and copies of everything else."""
     params = dict(module.named_parameters(remove_duplicate=False))
     copies: HostCopies[str] = HostCopies()
     state: dict[str, Any] = dict(module.state_dict())
     for name, value in list(state.items()):
         if name in params:
-            state[name] = wholes[id(params[name])]
+            state[name] = wholes[first_name[id(params[name])]]
         elif isinstance(value, Tensor):
             state.update(copies.add(name, value))
     state.update(copies.rest())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ __all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "Sharding
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"mfsdp_compile.integrations.transformers needs transformers 5, found {transformers.__version__}")
 
+_log = logging.getLogger("mfsdp_compile")
 
 _OFFLOAD: dict[str | None, AnyOffloadPolicy | None] = {
     None: None,
@@ -377,10 +379,10 @@ def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> 
             "ShardingArguments(compile=False) says otherwise",
         ),
         "optim": (optim.startswith(_OPTIMIZERS), f"{optim} works on whole matrices or in backward"),
-        **{
-            name: (getattr(args, name) is not None, "there is no DistributedDataParallel around the model")
-            for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-        },
+        "ddp_broadcast_buffers": (
+            args.ddp_broadcast_buffers and (model is None or any(_saved_buffers(model))),
+            "each rank keeps its own buffers; use torch.nn.SyncBatchNorm, or broadcast them",
+        ),
     }
     complaints = [
         f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, (given, why) in refused.items() if given
@@ -391,9 +393,26 @@ def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> 
         complaints += [f"  The model {what}" for what in _unsuitable(model)]
     if complaints:
         raise ValueError("MfsdpTrainer cannot train with these:\n" + "\n".join(complaints))
+    for name, why in _WITHOUT_EFFECT.items():
+        if (value := getattr(args, name)) is not None:
+            _log.info("TrainingArguments(%s=%r) has no effect: %s.", name, value, why)
 
 
-_OPTIMIZERS = ("adafactor", "lomo", "adalomo", "galore", "apollo")
+_WITHOUT_EFFECT = {
+    "ddp_find_unused_parameters": "parameters that no rank used have no gradient, whether or not they are looked for",
+    "ddp_bucket_cap_mb": "a unit is a bucket; unit_bytes and bucket_bytes in sharding_options join and split units",
+    "ddp_broadcast_buffers": "the model has no buffers that are saved, or each rank is to keep its own",
+    "ddp_static_graph": "a changing graph is as fast, and reentrant checkpointing needs nothing",
+}
+"""Settings of DistributedDataParallel that leave the numbers as they are, and why."""
+
+_OPTIMIZERS = ("lomo", "adalomo", "galore", "apollo")
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of buffers that state dicts have, as those of BatchNorm, which training changes."""
+    for module in model.modules():
+        yield from (name for name in module._buffers if name not in module._non_persistent_buffers_set)
 
 
 def _unsuitable(model: nn.Module) -> Iterator[str]:

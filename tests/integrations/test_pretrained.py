@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import weakref
@@ -296,8 +297,11 @@ def test_the_own_method_writes_no_shards(face: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_the_guard_keeps_no_model_alive() -> None:
+def test_the_guard_is_copied_and_keeps_no_model_alive() -> None:
     model = by_wrapper(llama())
+    copied = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"mfsdp_compile\.save_pretrained"):
+        copied.save_pretrained("nowhere")
     gone = weakref.ref(model.module)
     gc.disable()
     try:

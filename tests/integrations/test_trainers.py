@@ -480,8 +480,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "save_on_each_node": ({"save_on_each_node": True}, "first rank"),
     "torch_compile_mode": ({"torch_compile_mode": "max-autotune"}, "compile_options"),
     "torch_compile_backend": ({"torch_compile_backend": "cudagraphs"}, "inductor, aot_eager"),
-    "optim": ({"optim": "adafactor"}, "adafactor"),
-    "ddp_bucket_cap_mb": ({"ddp_bucket_cap_mb": 25}, "DistributedDataParallel"),
+    "optim": ({"optim": "lomo"}, "lomo"),
     "debug": ({"debug": ["underflow_overflow"]}, "hooks"),
 }
 
@@ -495,6 +494,28 @@ def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
         setattr(args, key, value)
     with pytest.raises(ValueError, match=rf"(?s){name}=.*{why}.*torchrun"):
         MfsdpTrainer(hf_trainer.build(), args)
+
+
+@on_ranks(2)
+def test_settings_of_ddp_change_no_numbers(tmp_path: Path) -> None:
+    """Those that would are refused: buffers that training changes are each rank's own."""
+    settings: dict[str, Any] = {
+        "ddp_find_unused_parameters": True,
+        "ddp_bucket_cap_mb": 1,
+        "ddp_broadcast_buffers": True,
+        "ddp_static_graph": True,
+    }
+    weights = []
+    with trainers():
+        for given in ({}, settings):
+            trainer = train(tmp_path, hf_trainer.windows(1, 2), EAGER, max_steps=1, save_strategy="no", **given)
+            weights.append(weights_of(trainer))
+        assert_bitwise(*weights)
+        model = hf_trainer.build()
+        model.register_buffer("statistics", torch.zeros(2))
+        with raises_everywhere(ValueError, "ddp_broadcast_buffers=True", "its own buffers"):
+            MfsdpTrainer(model, arguments(tmp_path, ddp_broadcast_buffers=True))
+        MfsdpTrainer(model, arguments(tmp_path, ddp_broadcast_buffers=False))
 
 
 @on_ranks(2)

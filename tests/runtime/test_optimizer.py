@@ -93,6 +93,69 @@ def test_elementwise_optimizers(name: str, how: str) -> None:
                 assert isinstance(value, RowShardedTensor)
 
 
+COUPLED: dict[str, Any] = {
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=3),
+    "LBFGS with line search": lambda params: torch.optim.LBFGS(
+        params, lr=0.5, max_iter=3, line_search_fn="strong_wolfe"
+    ),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "transformers' Adafactor": lambda params: pytest.importorskip("transformers").Adafactor(params),
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.ndim == 2], lr=0.05),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Muon's step gathers every matrix")
+@pytest.mark.parametrize("is_extended", [False, True])
+@pytest.mark.parametrize("name", COUPLED)
+@on_ranks(2)
+def test_optimizers_that_couple_elements(name: str, is_extended: bool) -> None:
+    """Without ``whole=True``, they gather what they look at: norms, means of rows, directions over all parameters."""
+    data = parity.batches(3, shape=(4, 7))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, loss: Any) -> dict[str, Tensor]:
+        for batch in data:
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                with torch.enable_grad():
+                    return loss(model, batch)
+
+            optimizer.step(closure)
+        return {
+            name: param.full_tensor() if isinstance(param, RowShardedTensor) else param
+            for name, param in params_of(model).items()
+        }
+
+    def of_this_rank(model: Any, batch: Tensor) -> Tensor:
+        loss = model(batch[dist.get_rank()]).pow(2).mean()
+        loss.backward()
+        value = loss.detach().clone()
+        dist.all_reduce(value)
+        return value / 2
+
+    def of_all(model: Any, batch: Tensor) -> Tensor:
+        loss = torch.stack([model(each).pow(2).mean() for each in batch]).mean()
+        loss.backward()
+        return loss.detach()
+
+    model, alone = fully_shard_model(build(), fsdp_unit_modules=[nn.Linear]), build()
+    optimizer = COUPLED[name](list(model.parameters()))
+    if is_extended:
+        optimizer = fully_shard_optimizer(optimizer)
+    found, expected = (
+        train(model, optimizer, of_this_rank),
+        train(alone, COUPLED[name](list(alone.parameters())), of_all),
+    )
+    before = params_of(build())
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-5, atol=1e-6)
+        assert name == "Muon" or not torch.equal(value, before[key])
+
+
 class Matrices(nn.Module):
     """Matrices: wide, tall, square, one that one rank can own, one of another unit.
 
