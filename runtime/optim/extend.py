@@ -258,7 +258,8 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
     if isinstance(optimizer, torch.optim.LBFGS) or depends_on_others(optimizer):
         raise ValueError(
             f"whole=True: what a {name} does to a parameter depends on other parameters, and each rank steps only some of "
-            "them. Use an optimizer that works on each parameter by itself."
+            "them. Leave whole=True out: if it works on DTensors, as LBFGS does, it then gathers what it looks at. Or use an "
+            "optimizer that works on each parameter by itself."
         )
 
 

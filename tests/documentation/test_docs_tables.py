@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import _OTHERS, CompileOptions
 from mfsdp_compile.fsdp2 import _REFUSED
+from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
 from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
 
@@ -98,7 +99,11 @@ def test_every_argument_of_ours() -> None:
 
 
 def test_keys_of_deepspeed() -> None:
-    assert list(rows("moving/deepspeed.md", "deepspeed")) == DEEPSPEED
+    """The last column says what the code does with a key."""
+    assert list(ZERO_KEYS) == DEEPSPEED
+    for table, keys in (("deepspeed", ZERO_KEYS), ("deepspeed file", KEYS)):
+        told = {name: words.rpartition(" | ")[2] for name, words in rows("moving/deepspeed.md", table).items()}
+        assert list(told.items()) == [(name, key.kind) for name, key in keys.items()]
 
 
 def test_members_of_megatron_fsdp() -> None:
