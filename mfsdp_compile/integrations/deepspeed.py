@@ -399,24 +399,24 @@ class _Translation:
 
     def _batches(self, config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
         """Return the sizes of microbatches, their number, and the size of a batch, as DeepSpeed completes them."""
-        micro = config.get("train_micro_batch_size_per_gpu")
-        steps = config.get("gradient_accumulation_steps")
-        total = config.get("train_batch_size")
-        leaves = any(
-            name in self._auto
-            for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        )
-        if self._ranks is None or leaves:
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        given = {name: config.get(name) for name in names}
+        for name, value in given.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                self._refused.append(f"{name}={value!r}: it must be a positive integer")
+                return None, None, None
+        micro, steps, total = given.values()
+        if self._ranks is None or not set(names).isdisjoint(self._auto):
             return micro, steps, total
         if total is not None and micro is None:
             steps = steps or 1
             micro = total // self._ranks // steps
-        elif total is not None and steps is None:
-            steps = total // self._ranks // micro
-        elif total is None and micro is not None:
+        elif total is not None and micro is not None:
+            steps = steps or total // self._ranks // micro
+        elif micro is not None:
             steps = steps or 1
             total = micro * steps * self._ranks
-        if total is not None and micro * steps * self._ranks != total:
+        if total is not None and micro is not None and steps is not None and micro * steps * self._ranks != total:
             self._refused.append(
                 f"train_batch_size={total}: it is not train_micro_batch_size_per_gpu ({micro}) times "
                 f"gradient_accumulation_steps ({steps}) times the number of ranks ({self._ranks})"

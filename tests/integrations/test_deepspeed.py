@@ -129,6 +129,7 @@ REFUSED: dict[str, Any] = {
     "bf16=True: it must be an object": {"bf16": True},
     "'int8' is none of the dtypes fp32": {"communication_data_type": "int8"},
     "train_batch_size=30: it is not": {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4},
+    "train_micro_batch_size_per_gpu=0: it must be": {"train_micro_batch_size_per_gpu": 0},
     "optimizer.type='OneBitAdam'": {"optimizer": {"type": "OneBitAdam"}},
     "optimizer.params.bias_correction=False": {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
     "scheduler.type='OneCycle'": {"scheduler": {"type": "OneCycle"}},

@@ -9,7 +9,23 @@ STRANGERS = "checkpoint/test_strangers.py -k"
 HOSTILE = "checkpoint/test_hostile.py -k"
 PLACE = "mfsdp_compile/checkpoint"
 
+PRETRAINED = "integrations/test_pretrained.py -k"
+
 CHECKPOINT = (
+    Mutant(
+        "mfsdp_compile/pretrained.py",
+        "weights of the folder that a save replaced come back",
+        " and not any(fnmatch.fnmatchcase(left.name, pattern) for pattern in _WEIGHTS)",
+        "",
+        (f"{PRETRAINED} saves_that_fail",),
+    ),
+    Mutant(
+        "runtime/eager/save_methods.py",
+        "a module writes its shards if it is given its state dict",
+        "written = state.values() if isinstance(state, Mapping) else self.parameters()",
+        "written = [] if isinstance(state, Mapping) else self.parameters()",
+        (f"{PRETRAINED} own_method",),
+    ),
     Mutant(
         f"{PLACE}/megatron_states.py",
         "settings and steps of mapped groups are those of the first group",
