@@ -264,6 +264,11 @@ def fully_shard_model(
             "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
             "average_in_collective out, or pass disable_symmetric_registration=True."
         )
+    if nccl_ub and "expandable_segments:true" in compat.allocator_settings().replace(" ", "").lower():
+        raise ValueError(
+            f"nccl_ub: PYTORCH_ALLOC_CONF has {compat.allocator_settings()!r}, and NCCL cannot register memory of "
+            "expandable segments. Leave expandable_segments out, or train without nccl_ub."
+        )
     if buffer_allocator is not None and nccl_ub:
         raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
     communicators = Communication.of(communication)
