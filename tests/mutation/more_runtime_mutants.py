@@ -202,6 +202,13 @@ MORE_RUNTIME = (
     ),
     Mutant(
         "runtime/optim/state.py",
+        "ASGD begins with a rate of 1",
+        '    "eta": lambda group: float(group["lr"]),',
+        '    "eta": lambda group: 1.0,',
+        ("runtime/test_optimizer.py -k test_state_before_the_first_step_is_what_that_step_begins_with",),
+    ),
+    Mutant(
+        "runtime/optim/state.py",
         "missing parameters are left as they are",
         "    if missing or unexpected:",
         "    if unexpected:",
@@ -398,6 +405,13 @@ MORE_RUNTIME = (
         "        unit_modules |= {name: module for name, module in holders.items() if name not in unit_modules}",
         "        pass",
         ("runtime/test_fine_grained.py -k which_bucket",),
+    ),
+    Mutant(
+        "runtime/optim/step_tracker.py",
+        "a step that failed halfway is forgotten",
+        "        self._is_half_done |= has_changed",
+        "        pass",
+        ("ranks/test_faults.py -k halfway_on_all",),
     ),
     Mutant(
         "runtime/optim/step_tracker.py",
