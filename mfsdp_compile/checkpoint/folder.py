@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -192,8 +192,8 @@ class Checkpoints:
     ) -> Future[Path]:
         """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
 
-        The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
-        destroyed. A failure is logged as an error when it happens, whether or not anybody asks for it.
+        The next save waits for this one, and so do :meth:`wait`, ``destroy_process_group()`` and the end of the program. A
+        failure is logged as an error when it happens, whether or not anybody asks for it.
 
         Returns:
             A future of the folder. Its exception is the one that :meth:`save` would raise.
@@ -204,18 +204,20 @@ class Checkpoints:
 
         def finish(written: Any) -> None:
             error = written.exception()
-            if isinstance(error, RuntimeError):
-                try:
+            try:
+                if isinstance(error, RuntimeError):
                     watchdog.explain(error, _SAVE)
-                except RuntimeError as explained:
-                    error = explained
-            if isinstance(error, (CheckpointException, RuntimeError)):
-                error = save.failed(error)
-            save.until_done.close()
+            except RuntimeError as explained:
+                error = explained
+            try:
+                if isinstance(error, (CheckpointException, RuntimeError)):
+                    error = save.failed(error)
+                save.until_done.close()
+            except Exception as other:  # whoever waits for this save must not wait forever
+                error = error or other
             if error is not None:
                 _log.error(
-                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
-                    "ending, call wait() before it destroys its process group.",
+                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s",
                     rank,
                     step,
                     save.path,
@@ -225,6 +227,7 @@ class Checkpoints:
             else:
                 done.set_result(save.path)
 
+        save.until_done.enter_context(compat.finishing_first(lambda: wait([done])))
         try:
             written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:

@@ -249,10 +249,10 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/memory/deferred_gradients.py",
-        "what is left out of one bucket is left out of others with the same gradient",
+        "zeros for what is left out are written into the packed gradients",
         "            gradient = gradient.clone()\n",
         "",
-        ("programs/test_programs.py -k equal_gradients_of_several",),
+        ("programs/test_more_programs.py -k writes_nothing_into",),
     ),
     Mutant(
         "runtime/memory/deferred_gradients.py",

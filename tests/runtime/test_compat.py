@@ -181,6 +181,18 @@ def test_writes_are_found_in_dynamo_graphs() -> None:
         assert found == [0 if write is reading else 1], write
 
 
+def test_what_is_finished_before_groups_are_destroyed() -> None:
+    done: list[str] = []
+    with compat.fake_process_group(2), compat.finishing_first(lambda: done.append("in time")):
+        with compat.finishing_first(lambda: done.append("over")):
+            pass
+        dist.new_group([0, 1])
+        dist.destroy_process_group()
+        assert done == ["in time"]
+        assert not dist.is_initialized()
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+
+
 def test_tangents_are_known() -> None:
     seen: list[int] = []
 
