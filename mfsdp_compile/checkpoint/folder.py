@@ -174,7 +174,7 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            with watchdog.explaining(_SAVE):
+            with _in_step(save.group), watchdog.explaining(_SAVE):
                 dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except (CheckpointException, RuntimeError) as error:
             raise save.failed(error) from error
@@ -229,7 +229,8 @@ class Checkpoints:
 
         save.until_done.enter_context(compat.finishing_first(lambda: wait([done])))
         try:
-            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
+            with _in_step(save.group):
+                written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
             save.until_done.close()
             raise
@@ -239,8 +240,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raises its exception."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         if under_way is not None:
+            wait([under_way])  # an interrupt leaves it under way
+            self._under_way = None
             under_way.result()
 
     def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
@@ -275,7 +278,7 @@ class Checkpoints:
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
-        with contextlib.ExitStack() as until_done:
+        with contextlib.ExitStack() as until_done, _in_step(group):
             until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
             return self._prepared(step, sharded, optimizer, state, group, until_done)
 
@@ -399,15 +402,18 @@ class Checkpoints:
         model = unwrapped(model, "Checkpoints.load")
         everyone = model.sharded.everyone
         found: dict[str, str | None] = {}
+        interrupt: BaseException | None = None
         if dist.get_rank(everyone) == 0:
             try:
                 found = {"path": os.fspath(latest) if (latest := self.latest()) is not None else None}
             except CheckpointError as error:
                 found = {"error": str(error)}
-            except Exception as error:  # the other ranks wait for it
-                found = {"error": f"{type(error).__name__}: {error}"}
+            except BaseException as error:  # the other ranks wait for it
+                found, interrupt = {"error": f"{type(error).__name__}: {error}"}, error
         if has_others(everyone):
             found = conclude(everyone, f"Loading from {self.root}", [], found, operator.itemgetter(0), PATIENCE)
+        if interrupt is not None and not isinstance(interrupt, Exception):
+            raise interrupt
         if "error" in found:
             raise CheckpointError(found["error"])
         return load(found["path"], model, optimizer, **arguments) if found["path"] is not None else None
@@ -419,7 +425,10 @@ class Checkpoints:
         within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
-        if ranks not in self._groups:
+        works = ranks in self._groups and self._groups[ranks] not in compat.broken_groups()
+        if has_others(sharded.everyone):  # a rank that has left an earlier save has broken its connections
+            works = conclude(sharded.everyone, "Connections of saves", [], works, all, compat.timeout_of(sharded.everyone))
+        if not works:
             self._groups[ranks] = compat.new_group(ranks, backend="gloo")
         return self._groups[ranks]
 
@@ -444,6 +453,19 @@ class _Save:
         if isinstance(error, CheckpointException):
             return as_checkpoint_error(error, what)
         return CheckpointError(f"{what}. {error}")
+
+
+@contextlib.contextmanager
+def _in_step(group: dist.ProcessGroup) -> Iterator[None]:
+    """Context for collectives of a save. An error or interrupt of this rank alone ends the waits of the others."""
+    try:
+        yield
+    except (CheckpointException, CheckpointError):  # of all ranks
+        raise
+    except BaseException as error:
+        if has_others(group):
+            watchdog.abandon(group, error)
+        raise
 
 
 @contextlib.contextmanager
