@@ -29,7 +29,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
-from mfsdp_compile.runtime.ranks.agreement import agree, conclude, has_others
+from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
@@ -247,10 +247,6 @@ class Checkpoints:
             under_way.result()
 
     def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
-        self.wait()
         model = unwrapped(model, "Checkpoints.save")
         model.sharded.check_parameters_are_everyones("Checkpoints")
         sharded = model.sharded
@@ -258,6 +254,9 @@ class Checkpoints:
         state: dict[str, Any] = {}
 
         def contents() -> list[str]:
+            if operator.index(step) < 0:
+                raise ValueError(f"step must not be negative, got {step}")
+            self.wait()
             if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
                     f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
@@ -274,13 +273,13 @@ class Checkpoints:
                     parts["optimizer"] = {"state": state["optimizer"]["state"]}
                 state.update(parts)
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
-            return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
+            return [f"step {operator.index(step)}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
         with contextlib.ExitStack() as until_done, _in_step(group):
             until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
-            return self._prepared(step, sharded, optimizer, state, group, until_done)
+            return self._prepared(operator.index(step), sharded, optimizer, state, group, until_done)
 
     def _prepared(
         self,
@@ -398,9 +397,10 @@ class Checkpoints:
         Returns:
             What was loaded, or None on all ranks if there is no checkpoint.
         """
-        self.wait()
         model = unwrapped(model, "Checkpoints.load")
         everyone = model.sharded.everyone
+        with errors_for_all(everyone, "A save before a load", PATIENCE):
+            self.wait()
         found: dict[str, str | None] = {}
         interrupt: BaseException | None = None
         if dist.get_rank(everyone) == 0:
@@ -427,7 +427,9 @@ class Checkpoints:
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         works = ranks in self._groups and self._groups[ranks] not in compat.broken_groups()
         if has_others(sharded.everyone):  # a rank that has left an earlier save has broken its connections
-            works = conclude(sharded.everyone, "Connections of saves", [], works, all, compat.timeout_of(sharded.everyone))
+            works = conclude(
+                sharded.everyone, "Connections of saves", [], works, all, compat.timeout_of(sharded.everyone)
+            )
         if not works:
             self._groups[ranks] = compat.new_group(ranks, backend="gloo")
         return self._groups[ranks]

@@ -134,6 +134,8 @@ def seen(where: int, kind: str, value: int) -> Callable[[bytearray], None]:
 
 ANY_WRITER: dict[str, Callable[[Tampered], Any]] = {
     "a weight lacks a chunk": lambda t: cut(t, WEIGHT),
+    "a moment is missing": lambda t: t.forget(MOMENT),
+    "a step is missing": lambda t: t.forget(STEP),
     "a moment lacks a chunk": lambda t: cut(t, MOMENT),
     "a buffer lacks a chunk": lambda t: cut(t, "model.module.1.running_mean"),
     "a step lacks a chunk": lambda t: cut(t, STEP),
@@ -221,6 +223,29 @@ def test_nothing_is_loaded_that_was_not_saved() -> None:
     restored = load(good, model, optimizer)
     assert restored.generators
     assert restored.extra == {"data": 5}
+
+
+@on_ranks(2)
+def test_a_part_of_the_optimizers_state_may_start_over() -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    path = Checkpoints(root).save(1, model, optimizer)
+    if dist.get_rank() == 0:
+        tampered = Tampered(path, root / "partly")
+        tampered.forget(MOMENT)
+        tampered.forget(STEP)
+        tampered.seal()
+    dist.barrier()
+    missing = r"missing \(allow_missing\): optimizer.0.weight.(step|exp_avg), optimizer.0.weight.(step|exp_avg)\n"
+    with pytest.raises(RuntimeError, match=missing):
+        load(root / "partly", model, optimizer)
+    load(root / "partly", model, optimizer, allow_missing="optimizer.0.weight.*")
+    state = optimizer.state[model.module[0].weight]
+    assert state["step"] == 0
+    assert not state["exp_avg"].to_local().any()
+    assert state["exp_avg_sq"].full_tensor().any()
+    step(model, optimizer, 1)
 
 
 def test_generators_that_are_checked_draw() -> None:

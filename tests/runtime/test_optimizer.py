@@ -884,7 +884,9 @@ def test_optimizer_state_dict_round_trip() -> None:
     "names",
     [
         pytest.param(("SGD", "AdamW", "NAdam", "ASGD", "Adagrad", "Muon"), id="some"),
-        pytest.param(("Adam", "Adamax", "RAdam", "Adadelta", "RMSprop", "Rprop"), id="like them", marks=pytest.mark.long),
+        pytest.param(
+            ("Adam", "Adamax", "RAdam", "Adadelta", "RMSprop", "Rprop"), id="like them", marks=pytest.mark.long
+        ),
     ],
 )
 @on_ranks(2)
