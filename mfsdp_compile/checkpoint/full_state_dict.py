@@ -1,4 +1,7 @@
-"""Full state dicts on one rank. Peak memory exceeds the result by one bucket, and pinned memory of two batches."""
+"""Full state dicts on one rank. Peak memory exceeds the result by one bucket, and pinned memory of two batches.
+
+On gloo, the other ranks, which have no result, need two buckets: gloo makes a copy of its own.
+"""
 
 from __future__ import annotations
 
