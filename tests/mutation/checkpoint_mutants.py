@@ -293,4 +293,18 @@ CHECKPOINT = (
         "                    if False:",
         ("checkpoint/test_checkpoint.py -k folder_of_checkpoints", "checkpoint/test_checkpoint_corners.py -k manifest"),
     ),
+    Mutant(
+        "mfsdp_compile/checkpoint/folder.py",
+        "a rank that leaves a save lets the others wait",
+        "            watchdog.abandon(group, error)",
+        "            pass",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "mfsdp_compile/checkpoint/loading.py",
+        "a part of an optimizer's state may be missing",
+        "                    if entry not in entries:",
+        "                    if False:",
+        ("checkpoint/test_hostile.py -k start_over",),
+    ),
 )

@@ -541,4 +541,25 @@ MORE_RUNTIME = (
         "            pass",
         ("integrations/test_fsdp2_between.py -k values_that_differ",),
     ),
+    Mutant(
+        "runtime/ranks/agreement.py",
+        "an interrupt of one rank is no error of the others",
+        "    except BaseException as error:  # the other ranks must learn of it before it is raised here\n        failure = error\n    failure =",
+        "    except Exception as error:\n        failure = error\n    failure =",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "ranks wait for one that has failed inside of a gather",
+        " or _is_ahead(models, failed)):",
+        "):",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "runtime/compat/distributed.py",
+        "groups are destroyed before a save has ended",
+        "        self.is_finalized = True\n        self._finish()",
+        "        self.is_finalized = True",
+        ("runtime/test_compat.py -k finished_before_groups", "checkpoint/test_save_at_exit.py"),
+    ),
 )

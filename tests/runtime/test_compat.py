@@ -453,6 +453,23 @@ def test_aot_eager_compiles_forward_backward_and_inference() -> None:
     assert torch.equal(linear.weight.grad, torch.ones(2, 3))
 
 
+@pytest.mark.parametrize(("distinct", "calls"), [((), 1), ((torch.ops.aten.sin,), 2)])
+def test_equal_calls_stay_apart_in_a_partition(distinct: tuple[Any, ...], calls: int) -> None:
+    finished: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return compat.min_cut_partition(joint, inputs, distinct=distinct, **kwargs)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs, partition, finished.append)
+
+    compiled = torch.compile(lambda x: (x.sin() + 1) * (x.sin() + 2), backend=backend)
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+    sines = [node for node in finished[0].graph.nodes if node.target is torch.ops.aten.sin.default]
+    assert len(sines) == calls
+
+
 @pytest.mark.usefixtures("fake_world")
 def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
     graphs: list[fx.Graph] = []
