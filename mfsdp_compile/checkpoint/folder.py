@@ -177,7 +177,10 @@ class Checkpoints:
             with _in_step(save.group), watchdog.explaining(_SAVE):
                 dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except (CheckpointException, RuntimeError) as error:
-            raise save.failed(error) from error
+            failed, mine = save.failed(error), getattr(error, "failures", {}).get(dist.get_rank(save.group))
+            if mine is not None and not isinstance(mine[0], Exception):  # an interrupt, which torch keeps as a failure
+                raise mine[0] from error
+            raise failed from error
         finally:
             save.until_done.close()
         return save.path
