@@ -6,6 +6,7 @@ import ctypes
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -48,6 +49,7 @@ SHORT = {"returns", "destroys its groups", "raises on one rank"}
 
 def program(rank: int, port: int, folder: str, end: str, said: Connection) -> None:
     """Save, and end as an interpreter ends: a forked process of multiprocessing would not."""
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the process it was forked from
     store = dist.TCPStore("127.0.0.1", port, 2, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=30))
     handler = logging.Handler()
