@@ -7,6 +7,7 @@ import random
 import resource
 import struct
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -348,3 +349,23 @@ def test_an_error_on_one_rank_is_an_error_on_all(phase: str) -> None:
         assert everything(model, optimizer) == before
     if phase != "module":
         load(path, model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+@on_ranks(2, timeout=60)
+def test_one_ranks_error_of_the_save_before_is_an_error_on_all(what: str) -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    checkpoints = Checkpoints(root)
+    checkpoints.save(1, model, optimizer)
+    if dist.get_rank() == 1:
+        checkpoints._under_way = Future()
+        checkpoints._under_way.set_exception(OSError("no such disk"))
+    begin = (
+        (lambda: checkpoints.save(2, model, optimizer))
+        if what == "save"
+        else lambda: checkpoints.load(model, optimizer)
+    )
+    with raises_everywhere(RuntimeError if dist.get_rank() == 0 else OSError, "no such disk"):
+        begin()
+    begin()
