@@ -696,14 +696,14 @@ def _compile_inner(
                 # makes. So a copy is partitioned first.
                 trial = compat.copy_graph_module(joint)
                 pipeline.tag_for_trial(trial.graph, record)
-                graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
+                graphs = compat.min_cut_partition(trial, joint_inputs, distinct=roles.DISTINCT, **kwargs)
                 phases = (Phase.FORWARD, Phase.BACKWARD)
                 pipeline.offload_saved_on_trial(graphs[0].graph, graphs[1].graph, record, user_outputs)
                 pipeline.decide(
                     {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
                 )
             pipeline.prepare_joint(joint.graph, record, user_outputs)
-        forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        forward, backward = compat.min_cut_partition(joint, joint_inputs, distinct=roles.DISTINCT, **kwargs)
         if record is not None:
             pipeline.keep_portions(forward.graph, backward.graph, record)
             pipeline.offload_saved(forward.graph, backward.graph, record)

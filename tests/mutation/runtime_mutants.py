@@ -204,6 +204,13 @@ RUNTIME = (
         "            if False:  # through",
         ("programs/test_cuda_graphs.py -k 'equal_ordinary and sgd-eager-3'",),
     ),
+    Mutant(
+        "runtime/grad_sync.py",
+        "gradients of a failed backward count in the next one",
+        "        self._backward = _BackwardIds()\n        self._touched.clear()\n        self._found_nan.clear()",
+        "        self._backward = _BackwardIds()\n        self._found_nan.clear()",
+        ("ranks/test_failures.py -k of_a_backward_that_failed",),
+    ),
     # -- deferred gradients -------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/deferred_gradients.py",
@@ -239,6 +246,13 @@ RUNTIME = (
         "            self.bucket.zero_slices(gradient, asked.left_out)",
         "            pass",
         ("programs/test_programs.py -k test_gradients_of_chosen_parameters_between_microbatches",),
+    ),
+    Mutant(
+        "runtime/memory/deferred_gradients.py",
+        "zeros for what is left out are written into the packed gradients",
+        "            gradient = gradient.clone()\n",
+        "",
+        ("programs/test_more_programs.py -k writes_nothing_into",),
     ),
     Mutant(
         "runtime/memory/deferred_gradients.py",
@@ -708,6 +722,13 @@ RUNTIME = (
         "                    its[key] = value.clone()",
         "                    pass",
         ("runtime/test_optimizer.py -k test_flat_steps_where_gradients_or_state_are_changed",),
+    ),
+    Mutant(
+        "runtime/optim/flat_step.py",
+        "steps are counted in the state dict that was loaded",
+        "                collected[key] = value.clone()",
+        "                collected[key] = value",
+        ("runtime/test_optimizer.py -k leave_a_loaded_state_dict",),
     ),
     Mutant(
         "runtime/optim/flat_step.py",
