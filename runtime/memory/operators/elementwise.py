@@ -56,6 +56,8 @@ _OVERWRITES = {
 }
 _ALIASES = {aten.detach.default, aten.alias.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+_OF_NUMBERS = {aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+"""Operators whose last argument has no dimensions. Of a sharded one, ranks without it hold an empty vector."""
 _MASKED = {aten.index_put_.default, aten.index_put.default}
 _PAIRS = {aten.view_as_real.default, aten.view_as_complex.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
@@ -82,6 +84,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         split = args[0].row_split
         split = split.as_pairs if func is aten.view_as_real.default else split.with_inner(split.row_shape[:-1])
         return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
+    if func in _OF_NUMBERS and isinstance(args[-1], RowShardedTensor):
+        return NotImplemented
     if (is_elementwise(func) and torch.Tag.nondeterministic_seeded not in func.tags) or (
         func in _MASKED and _is_masked(*args[:3])
     ):
@@ -137,6 +141,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # writes to moved rows would be lost
     for value, reference in pairs:
         refuse_own_values(func, value, reference)
+    for value in (*args, *kwargs.values()):
+        if lists and isinstance(value, Tensor):  # for all tensors of the lists
+            refuse_own_values(func, value, leaves[0])
     moved = _move_all(pairs)
     about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
     originals = {id(t._local_tensor): t for t in leaves}

@@ -16,7 +16,7 @@ from ... import compat
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, replicate
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse, written_to
+from .arguments import leaves_of, refuse, refuse_own_values, tensors_are_own, written_to
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
@@ -53,7 +53,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags:
         return args[0].reshaped_in_place(func, args, kwargs)
     originals = {id(locals_[id(t)]): t for t in writes}
-    is_ordinary = any(_makes_ordinary(t) for t in tensors)
+    ordinary = [t for t in tensors if not isinstance(t, DTensor)]
+    is_ordinary = any(map(_makes_ordinary, ordinary)) or (bool(ordinary) and tensors_are_own())
 
     def wrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -77,9 +78,9 @@ def _same_place(func: Any) -> bool:
 
 
 def _makes_ordinary(tensor: Tensor) -> bool:
-    """Whether the result of an operator with this tensor is an ordinary one; not for numbers, as in torch's DTensors."""
+    """Whether the result of an operator with this ordinary tensor is one, too; not for numbers, as in torch's DTensors."""
     has_values = tensor.is_floating_point() or tensor.is_complex()  # and is no index or mask
-    return not isinstance(tensor, DTensor) and has_values and (tensor.ndim > 0 or tensor.requires_grad)
+    return has_values and (tensor.ndim > 0 or tensor.requires_grad)
 
 
 def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
@@ -95,6 +96,9 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
                 f"{func} would write to values of a view of the sharded parameter {tensor.view_of!r}, and not reach it, because "
                 "autograd records. Write to views of parameters under torch.no_grad()."
             )
+    if spread and all(isinstance(tensor, DTensor) for tensor in writes):
+        for tensor in leaves_of(args, kwargs):
+            refuse_own_values(func, tensor, _base(spread[0]))  # type: ignore[arg-type]
     if spread and not is_elementwise(func):
         for tensor in leaves_of(args, kwargs):
             if (
