@@ -176,9 +176,13 @@ def test_adapters_are_merged_and_taken_out_between_steps(mode: str) -> None:
     mine, its = whole.merge_and_unload(), alone.merge_and_unload()
     compare_weights(mine, its)
     with torch.no_grad():
-        torch.testing.assert_close(log_probabilities(mine, tokens), log_probabilities(its, tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            log_probabilities(mine, tokens), log_probabilities(its, tokens), rtol=1e-4, atol=1e-4
+        )
     for each in (mine, its):
         each.requires_grad_()
         log_probabilities(each, tokens).mean().backward()
     for name, param in mine.named_parameters():
-        torch.testing.assert_close(param.grad.full_tensor(), its.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            param.grad.full_tensor(), its.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name
+        )

@@ -257,7 +257,7 @@ def test_shards_do_not_mix_with_a_ranks_own_values_in_backward() -> None:
 
     def use(*_: Any) -> None:
         """What no rank's own value is in is the same on all ranks; what one is in is ordinary."""
-        norm, scale = weight.norm(), distribute_tensor(own[0, 0], weight.device_mesh, [Replicate()])
+        norm, scale = weight.norm(), distribute_tensor(own[0, 0].clone(), weight.device_mesh, [Replicate()])
         found.extend(
             [
                 ((weight * 2.0).norm() * weight.sum(), (whole * 2).norm() * whole.sum()),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..redistribute import RowMove, move_rows, same_ranks, take_broadcast_rows
+from ..replicated import replicate
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write, refuse_own_values, rows_among, written_to
 from .gather import whole_of
@@ -78,7 +79,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].shape == args[1].shape
     if func in _FACTORIES:
         if tuple(args[1]) != tuple(args[0].shape):
-            return func(args[0]._local_tensor, *args[1:], **kwargs)
+            return replicate(func(args[0]._local_tensor, *args[1:], **kwargs), args[:1])
         return args[0].with_local(func(args[0]._local_tensor, args[0]._local_tensor.shape, *args[2:], **kwargs))
     if func in _PAIRS and args[0].row_split.holds_whole_rows:
         split = args[0].row_split
