@@ -154,20 +154,17 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def difference(got: Any, expected: Any, is_defined: bool) -> str:
-    """Return what is wrong with a result, or "" if nothing is."""
+    """Return what is wrong with a result of whole tensors, or "" if nothing is."""
     for mine, its in zip(compat.tree_leaves(got), compat.tree_leaves(expected), strict=True):
         if not isinstance(its, Tensor):
             if mine != its and its == its:
                 return f"{mine} instead of {its}"
-        elif mine.dtype != its.dtype:
-            return f"{mine.dtype} instead of {its.dtype}"
-        elif full(mine).shape != its.shape:
-            return f"shape {tuple(mine.shape)} instead of {tuple(its.shape)}"
+        elif (mine.dtype, mine.shape) != (its.dtype, its.shape):
+            return f"{mine.dtype}, {tuple(mine.shape)} instead of {its.dtype}, {tuple(its.shape)}"
         elif is_defined:
-            largest = (
-                its.abs().nan_to_num(0, 0, 0).max().item() if its.numel() else 0
-            )  # sums of numbers that cancel out
-            if not torch.allclose(full(mine), its, rtol=1e-4, atol=1e-4 * max(1, largest), equal_nan=True):
+            numbers = its.abs().nan_to_num(0, 0, 0) if its.is_floating_point() and its.numel() else torch.ones(1)
+            close = 1e-4 * max(1.0, numbers.max().item())  # sums of large numbers may cancel out
+            if not torch.allclose(mine, its, rtol=1e-4, atol=close, equal_nan=True):
                 return "other values"
     return ""
 
@@ -192,7 +189,8 @@ def outcome(function: Any, arguments: Arguments, expected: Any, changed: Any, is
     found, why = Outcome.RIGHT, ""
     try:
         got = run_case(function, arguments)
-        why = difference(got, expected, is_defined) or difference(arguments[0][0], changed, is_defined)
+        wholes = compat.tree_map_only(DTensor, full, (got, arguments[0][0]))
+        why = difference(wholes, (expected, changed), is_defined)
         found = Outcome.WRONG if why else found
         if not why and not all(isinstance(mine, DTensor) for mine in tensors_of(got)):
             found, why = Outcome.ORDINARY, "an ordinary tensor"
