@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from ._package_paths import CHECKOUT, PACKAGE, elsewhere
 from ._quick_imports import quick_imports
@@ -19,7 +21,7 @@ if elsewhere() is not None:
             f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
         )
 
-with quick_imports():
+if TYPE_CHECKING:
     from .api import fully_shard, fully_shard_model, fully_shard_optimizer
     from .cuda_graphs import capture_step
     from .diagnostics.explain import explain
@@ -31,6 +33,27 @@ with quick_imports():
     from .runtime.precision import MixedPrecisionPolicy
     from .runtime.topology import ShardingStrategy
     from .wrapper import MegatronFSDP
+
+_PLACES = {
+    "Communication": "runtime.plan.communicators",
+    "Communicator": "runtime.plan.communicators",
+    "DistributedDataParallelConfig": "megatron",
+    "DistributedOptimizer": "megatron",
+    "FSDPDistributedIndex": "distributed_index",
+    "FullyShardedDataParallel": "megatron",
+    "MegatronFSDP": "wrapper",
+    "MixedPrecisionPolicy": "runtime.precision",
+    "OptimizerOffloadPolicy": "runtime.plan.offload",
+    "ScheduleError": "passes.verifier.verify",
+    "ShardingStrategy": "runtime.topology",
+    "capture_step": "cuda_graphs",
+    "explain": "diagnostics.explain",
+    "fully_shard": "api",
+    "fully_shard_model": "api",
+    "fully_shard_optimizer": "api",
+    "verify": "passes.verifier.verify",
+}
+"""Public names and the modules that define them, which are imported at their first use: the command line starts without torch."""
 
 __all__ = [
     "Communication",
@@ -57,6 +80,21 @@ try:
     __version__ = importlib.metadata.version("mfsdp-compile")
 except importlib.metadata.PackageNotFoundError:
     __version__ = "0+checkout"
+
+
+def __getattr__(name: str) -> Any:
+    with quick_imports():
+        if name not in _PLACES:
+            if name.startswith("__") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return importlib.import_module(f"{__name__}.{name}")
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _register_backend() -> None:

@@ -1,72 +1,123 @@
-"""The ``mfsdp`` command."""
+"""The ``mfsdp`` command. Only the command that is run is imported: ``mfsdp --help`` needs no torch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import fields
+import atexit
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mfsdp_compile import __version__
 from mfsdp_compile._quick_imports import quick_imports
 
-with quick_imports():
-    from mfsdp_compile.convert import commands as convert
-    from mfsdp_compile.planning import commands as planning
+__all__ = ["command", "main"]
 
-__all__ = ["main"]
+Run = Callable[[argparse.Namespace], int]
+
+
+class Command(NamedTuple):
+    """A command of ``mfsdp``.
+
+    Args:
+        help: What it does, in a line.
+        add: Function that imports the command and adds its arguments to a parser. Returns the function that runs it.
+    """
+
+    help: str
+    add: Callable[[argparse.ArgumentParser], Run]
+
+
+def command() -> int:
+    """Run ``mfsdp`` as a program."""
+    atexit.register(_hide_leaks)  # called last
+    return main()
+
+
+def _hide_leaks() -> None:
+    """Hide the 34 lines about leaks in triton that nanobind prints when Python has ended."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, without the name of the program. Returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words and not words[0].startswith("-") else None
     parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded data-parallel training done by a compiler.")
     parser.add_argument("--version", action="version", version=f"mfsdp-compile {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_demo(commands.add_parser("demo", help="train a small transformer on real text, sharded, and account for it"))
-    doctor = commands.add_parser("doctor", help="look at the installation; with --table, at the numbers")
-    doctor.add_argument(
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="command", title="commands")
+    added = {each: parsers.add_parser(each, help=about.help) for each, about in COMMANDS.items()}
+    if name is None:
+        parser.parse_args(words)  # ends the program: prints help or version, or that a command is missing
+        return 2
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, 1)
+        also = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        parser.error(f"there is no command {name!r}.{also} mfsdp --help lists all.")
+    with quick_imports():
+        run = COMMANDS[name].add(added[name])
+    return run(parser.parse_args(words))
+
+
+def _plan(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.planning import commands
+
+    commands.add_arguments(parser)
+    return commands.run
+
+
+def _doctor(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.diagnostics import doctor
+
+    parser.add_argument(
         "--table", action="store_true", help="compute every strategy in every way of accumulating, on four processes"
     )
-    hang = commands.add_parser("hang", help="which rank keeps a job waiting, from what ranks have written")
-    hang.add_argument("folder", help="what MFSDP_DEBUG_DIR was set to")
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for predictions of step times"))
-    planning.add_arguments(
-        commands.add_parser("plan", help="memory and step time of a training run on machines that are not here")
-    )
-    convert.add_commands(commands)
-    given = parser.parse_args(arguments)
-    if hasattr(given, "handler"):
-        return convert.run(given)
-    if given.command == "plan":
-        return planning.run(given)
-
-    if given.command == "doctor":
-        from mfsdp_compile.diagnostics import doctor as the_doctor
-
-        return the_doctor.run(given.table)
-
-    if given.command == "hang":
-        from mfsdp_compile.diagnostics import hang as the_hang
-
-        return the_hang.run(given.folder)
-
-    if given.command == "calibrate":
-        from pathlib import Path
-
-        from mfsdp_compile.planning import calibrated, calibration
-
-        try:
-            shapes = calibrated.shapes_of_workload(given.model, given.batch, given.seq) if given.model else None
-        except ValueError as error:
-            print(error)
-            return 2
-        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem, shapes=shapes)
-
-    from mfsdp_compile.demo.train import DemoConfig, run
-
-    return run(DemoConfig(**{f.name: getattr(given, f.name) for f in fields(DemoConfig)}))
+    return lambda given: doctor.run(given.table)
 
 
-def _add_demo(parser: argparse.ArgumentParser) -> None:
+def _hang(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.diagnostics import hang
+
+    parser.add_argument("folder", help="what MFSDP_DEBUG_DIR was set to")
+    return lambda given: hang.run(given.folder)
+
+
+def _convert(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.convert import commands
+
+    commands.add_convert(parser)
+    return commands.run
+
+
+def _convert_from_torch_dist(parser: argparse.ArgumentParser) -> Run:
+    run = _convert(parser)
+    parser.set_defaults(source_format="torch_dist", format="fsdp_dtensor")
+    return run
+
+
+def _checkpoint(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.convert import commands
+
+    commands.add_checkpoint(parser)
+    return commands.run
+
+
+def _param_groups(parser: argparse.ArgumentParser) -> Run:
+    from mfsdp_compile.convert import commands
+
+    commands.add_param_groups(parser)
+    return commands.run
+
+
+def _demo(parser: argparse.ArgumentParser) -> Run:
+    from dataclasses import fields
+
     import torch
+
+    from mfsdp_compile.demo import train
 
     gpus = torch.cuda.device_count()
     parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
@@ -94,10 +145,16 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--recalibrate", action="store_true", help="measure this machine again, for predictions (default: once)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
+    names = [field.name for field in fields(train.DemoConfig)]
+    return lambda given: train.run(train.DemoConfig(**{name: getattr(given, name) for name in names}))
 
 
-def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+def _calibrate(parser: argparse.ArgumentParser) -> Run:
+    from pathlib import Path
+
     import torch
+
+    from mfsdp_compile.planning import calibrated, calibration
 
     gpus = torch.cuda.device_count()
     parser.add_argument("--out", default="hardware.json", metavar="FILE", help="what to write (default: %(default)s)")
@@ -110,6 +167,16 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
     parser.add_argument("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")
 
+    def run(given: argparse.Namespace) -> int:
+        try:
+            shapes = calibrated.shapes_of_workload(given.model, given.batch, given.seq) if given.model else None
+        except ValueError as error:
+            print(error)
+            return 2
+        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem, shapes=shapes)
+
+    return run
+
 
 def _positive(text: str) -> int:
     value = int(text)
@@ -118,5 +185,20 @@ def _positive(text: str) -> int:
     return value
 
 
+# The last two are Megatron's names, in tools/checkpoint/checkpoint_inspector.py.
+COMMANDS = {
+    "demo": Command("train a small transformer on real text, sharded, and account for it", _demo),
+    "doctor": Command("look at the installation; with --table, at the numbers", _doctor),
+    "hang": Command("which rank keeps a job waiting, from what ranks have written", _hang),
+    "calibrate": Command("measure this machine, for predictions of step times", _calibrate),
+    "plan": Command("memory and step time of a training run on machines that are not here", _plan),
+    "convert": Command("convert a checkpoint to another format", _convert),
+    "checkpoint": Command("look into checkpoints, compare and edit them", _checkpoint),
+    "print-torch-dcp-in-json": Command("the same as checkpoint param-groups", _param_groups),
+    "convert-torch-dist-to-fsdp-dtensor": Command(
+        "the same as convert --from torch_dist --to fsdp_dtensor", _convert_from_torch_dist
+    ),
+}
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

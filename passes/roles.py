@@ -39,6 +39,7 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime import fp8_linear as fp8_linear  # defines an operator that is read below
+from mfsdp_compile.runtime import ops as ops  # defines the others
 
 from .context import NodeKind, Role, role_of, set_role
 

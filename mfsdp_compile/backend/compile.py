@@ -269,8 +269,9 @@ def prepare(
         record.inlined |= {unit.name: "its unit is gathered module by module" for unit in units if unit.is_module}
         for body in record.regions:
             its = region_context(body, chosen.float32_gradients)
-            make = functools.partial(trace, body, its, chosen.inner == "inductor")
-            body.module.region = compat.Region(body.name, make)  # type: ignore[assignment]
+            fused = chosen.inner == "inductor"
+            make = functools.partial(trace, body, its, fused)
+            body.module.region = compat.Region(body.name, make, is_exact=not fused)  # type: ignore[assignment]
 
     pipeline.rewrite_dynamo_graph(gm, record, outlined if least else None, fp8)
     for owner in owners:

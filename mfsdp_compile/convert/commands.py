@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,17 +20,14 @@ from .keys import Prefixes
 from .param_groups import FILE_NAME, map_from_dcp, read_map, write_map
 from .to_torch_dist import plan_to_torch_dist
 
-__all__ = ["add_commands", "run"]
+__all__ = ["add_checkpoint", "add_convert", "add_param_groups", "run"]
 
 FORMATS = ("torch_dist", "fsdp_dtensor", "huggingface")
 
 
-def add_commands(subparsers: Any) -> None:
-    """Add ``convert`` and ``checkpoint`` to a command line's parsers. :func:`run` runs what they parse."""
-    _add_convert(subparsers.add_parser("convert", help="convert a checkpoint to another format"))
-    commands = subparsers.add_parser("checkpoint", help="look into checkpoints, compare and edit them").add_subparsers(
-        dest="checkpoint_command", required=True
-    )
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the commands that look into checkpoints, compare and edit them."""
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True)
     parser = commands.add_parser("inspect", help="list what is in a checkpoint")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--keys", default="", metavar="REGEX", help="list only keys in which this is found")
@@ -69,22 +65,15 @@ def add_commands(subparsers: Any) -> None:
     parser.add_argument("patterns", nargs="*", metavar="pattern", help="regular expression; none: nothing is removed")
     parser.set_defaults(handler=_edit)
 
-    _add_param_groups(
+    add_param_groups(
         commands.add_parser(
             "param-groups", help="write param_to_param_group_map.json from a directory that Megatron dumped"
         )
     )
-    # Megatron's names of two of these, in tools/checkpoint/checkpoint_inspector.py
-    _add_param_groups(subparsers.add_parser("print-torch-dcp-in-json", help="the same as checkpoint param-groups"))
-    parser = subparsers.add_parser(
-        "convert-torch-dist-to-fsdp-dtensor", help="the same as convert --from torch_dist --to fsdp_dtensor"
-    )
-    _add_convert(parser)
-    parser.set_defaults(source_format="torch_dist", format="fsdp_dtensor")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run a command that :func:`add_commands` has added. Returns the exit status.
+    """Run a command that a function of this module has added. Returns the exit status.
 
     An error prints its reason and returns 2. Of several processes that torchrun has started, the first one does the work.
     """
@@ -101,7 +90,8 @@ def run(given: argparse.Namespace) -> int:
         return 2
 
 
-def _add_param_groups(parser: argparse.ArgumentParser) -> None:
+def add_param_groups(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``checkpoint param-groups``."""
     parser.add_argument("directory", type=Path)
     parser.add_argument("--out", type=Path, help=f"(default: {FILE_NAME} in the directory)")
     _add_prefix(parser, "model")
@@ -121,7 +111,8 @@ def _add_prefix(parser: argparse.ArgumentParser, of: str) -> None:
     )
 
 
-def _add_convert(parser: argparse.ArgumentParser) -> None:
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``convert``."""
     parser.description = (
         "Convert between torch_dist (Megatron's 3D parallelism) and fsdp_dtensor, and between Hugging Face folders or "
         ".safetensors files and fsdp_dtensor, in both directions."

@@ -109,10 +109,13 @@ class Region:
     Args:
         name: Name, unique in its graph.
         trace: Function that makes the graphs for operands.
+        is_exact: Whether the numbers must be those of the units traced one by one. Then a gradient that comes in other
+            strides than its output is not copied: sums over the copy could differ in the last place.
     """
 
-    def __init__(self, name: str, trace: Callable[[str, Sequence[Any]], RegionGraphs]) -> None:
+    def __init__(self, name: str, trace: Callable[[str, Sequence[Any]], RegionGraphs], is_exact: bool) -> None:
         self.name = name
+        self.is_exact = is_exact
         self._trace = trace
         self.variants: dict[tuple[Any, ...], RegionGraphs] = {}
 
@@ -235,12 +238,22 @@ class _RegionFunction(torch.autograd.Function):
             if tangent is None:
                 what = f"nothing differentiable reads output {source.number} of one of its units"
                 raise NotARegion(ctx.region.name, what)
-            taken.append(_laid_out_like(tangent, node.meta["val"]))
+            traced = node.meta["val"]
+            if ctx.region.is_exact and not _is_laid_out_like(tangent, traced):
+                what = f"the gradient of output {source.number} of one of its units has other strides than the output"
+                raise NotARegion(ctx.region.name, what)
+            taken.append(_laid_out_like(tangent, traced))
         returned = region_call(graphs.backward, *taken)
         gradients: list[Tensor | None] = [None] * ctx.number
         for operand, output, tangent in graphs.gradients:
             gradients[operand] = returned[output] if output is not None else taken[tangent]  # type: ignore[index]
         return None, None, *gradients
+
+
+def _is_laid_out_like(tensor: Tensor, like: Tensor) -> bool:
+    return all(
+        mine == its or size == 1 for mine, its, size in zip(tensor.stride(), like.stride(), like.shape, strict=True)
+    )
 
 
 def _laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:

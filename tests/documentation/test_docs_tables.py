@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -160,16 +158,11 @@ def test_every_command() -> None:
 
 def commands() -> Iterator[str]:
     """Yield the commands of the command line, and their subcommands."""
-    stopped = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=_Stop)
-    with stopped as parse, contextlib.suppress(_Stop):
-        cli.main([])
-    for name, parser in subparsers(parse.call_args.args[0]).items():
+    for name, command in cli.COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        command.add(parser)
         inner = subparsers(parser)
         yield from (f"{name} {each}" for each in inner) if inner else [name]
-
-
-class _Stop(Exception):
-    pass
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

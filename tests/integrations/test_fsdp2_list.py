@@ -376,10 +376,15 @@ def test_a_head_in_chunks(reshard: bool, tied: bool) -> None:
 @newer_fsdp2
 @on_ranks(2)
 def test_a_head_in_chunks_bfloat16() -> None:
-    def program(api: Any) -> Results:
-        return chunk_steps(chunked(api, False, mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+    # FSDP2 of torch 2.15 asks autograd for gradients in the dtype of the reduction (Tensor.grad_dtype), so that the norm's,
+    # which is summed in float32, is not rounded to bfloat16 (8 bits) before it is reduced. A step later, all differs.
+    rounds = compat.TORCH_VERSION < (2, 14)
 
-    same(program)
+    def program(api: Any) -> Results:
+        model = chunked(api, False, mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        return chunk_steps(model, count=3 if rounds else 1)
+
+    same(program, rtol=0.0 if rounds else 2**-8)
 
 
 @newer_fsdp2

@@ -236,8 +236,17 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert capsys.readouterr().out.startswith("mfsdp-compile ")
     with pytest.raises(SystemExit, match=r"^2$"):
-        main(["train"])
-    assert "invalid choice" in capsys.readouterr().err
+        main(["doctr"])
+    assert "there is no command 'doctr'. Did you mean 'doctor'?" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from mfsdp_compile import cli; sys.argv = ['mfsdp', '--help']; cli.command()"
+    check = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    done = subprocess.run([sys.executable, "-c", check + code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.endswith("False\n")
+    assert "calibrate" in done.stdout
 
 
 @pytest.mark.processes
