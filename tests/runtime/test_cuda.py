@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -304,3 +305,18 @@ def test_ranks_of_a_machine_do_not_share_the_default_gpu(monkeypatch: pytest.Mon
             passes("cuda")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_that_was_left_on_the_cpu(fake_world: int) -> None:
+    """Where the process group has NCCL too, rank 0 says that the model trains on the CPU."""
+
+    def shard(**given: Any) -> None:
+        fully_shard_model(nn.Linear(8, 8), fsdp_unit_modules=[nn.Linear], **given)
+
+    with mock.patch("mfsdp_compile.api.compat.device_types", return_value=["cuda", "cpu"]):
+        with pytest.warns(UserWarning, match="The model is on the CPU and trains there") as told:
+            shard()
+        assert told[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shard(device="cpu")
