@@ -38,6 +38,7 @@ from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
+from .progress import working
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -363,7 +364,8 @@ def fully_shard_model(
             "buffer_allocator allocates communication buffers, and this model has none: pass fsdp_double_buffer=True or "
             "maxpool_double_buffer=True."
         )
-    sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
+    with working(f"sharding {type(module).__name__}"):
+        sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
     index = FSDPDistributedIndex(
         device_mesh if device_mesh is not None else topology.mesh,
