@@ -292,13 +292,6 @@ RUNTIME = (
         ("programs/test_reads_in_backward.py -k own_values_in_backward",),
     ),
     Mutant(
-        "runtime/memory/operators/elementwise.py",
-        "numbers that ranks do not hold are empty vectors",
-        "    if func in _OF_NUMBERS and isinstance(args[-1], RowShardedTensor):",
-        "    if False:",
-        (f"{OPERATORS} few_rows",),
-    ),
-    Mutant(
         "runtime/memory/operators/whole.py",
         "views that autograd records can be written to",
         "isinstance(args[0], ReplicatedTensor) and args[0].view_of:",
