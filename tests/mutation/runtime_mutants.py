@@ -292,6 +292,20 @@ RUNTIME = (
         (f"{OPERATORS} writes_reach",),
     ),
     Mutant(
+        "runtime/memory/operators/arguments.py",
+        "numbers of a rank's own combine with shards in backward",
+        "    if not isinstance(value, DTensor) and tensors_are_own():",
+        "    if value.numel() > 1 and not isinstance(value, DTensor) and tensors_are_own():",
+        ("programs/test_reads_in_backward.py -k own_values_in_backward",),
+    ),
+    Mutant(
+        "runtime/memory/operators/whole.py",
+        "results with a rank's own values in backward claim to be the same on all ranks",
+        " or (bool(ordinary) and tensors_are_own())",
+        "",
+        ("programs/test_reads_in_backward.py -k own_values_in_backward",),
+    ),
+    Mutant(
         "runtime/memory/operators/whole.py",
         "views that autograd records can be written to",
         "isinstance(args[0], ReplicatedTensor) and args[0].view_of:",
