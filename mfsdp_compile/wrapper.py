@@ -314,7 +314,10 @@ class MegatronFSDP(nn.Module):
         what this rank has.
 
         Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
-        Memory: one bucket, if the caller keeps nothing else.
+        Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as the
+        variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
+
+        Other ranks learn within seconds of an error inside of a gather, whichever rank has it; then ``model.reset()``.
         """
         self.sharded.check_parameters_are_everyones("full_parameters")
         for param, whole in self.sharded.wholes():
@@ -358,8 +361,7 @@ class MegatronFSDP(nn.Module):
         """Return a context manager in which :attr:`module` is the original, unsharded module.
 
         Inside, its parameters are unsharded, in the dtype of the shards, and no forward communicates. Collective: all
-        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one bucket at a
-        time.
+        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one or two buckets.
 
         Optimizers keep the shards, which do not change before the exit. Over other mesh dimensions (tensor
         parallelism), parameters are divided as they were in the original model.

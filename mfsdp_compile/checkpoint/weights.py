@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,6 +76,14 @@ class ShardedWeights:
     def is_first(self) -> bool:
         """Whether this is the first rank, which writes."""
         return dist.get_rank(self.everyone) == 0
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Context for collectives between steps. Other ranks learn of an error or interrupt that leaves it."""
+        with contextlib.ExitStack() as inside:
+            for owner in self.owners:
+                inside.enter_context(owner.conduct.in_step())
+            yield
 
     def check(self, what: str) -> None:
         """Raise NotImplementedError if ranks have parameters of different names. ``what`` needs equal names."""

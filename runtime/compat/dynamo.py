@@ -53,6 +53,7 @@ __all__ = [
     "is_multiple",
     "module_settings",
     "not_traceable",
+    "on_compilation",
     "on_values",
     "python_only",
     "quiet",
@@ -486,3 +487,14 @@ def _settings_of_context(context: Any) -> CompileSettings | None:
     config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
     return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))
+
+
+def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call functions when Dynamo begins and ends to trace and compile something, for any backend.
+
+    ``torch._dynamo.reset()`` forgets them.
+    """
+    handler = torch._dynamo.callback_handler
+    if begin not in handler.start_callbacks:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
