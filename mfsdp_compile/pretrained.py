@@ -246,6 +246,12 @@ def load_pretrained(
     def compare() -> list[str]:
         weights.check("load_pretrained")
         found, left_out = source.compare(weights.module, "unchanged")
+        sharded = {id(param) for param, _ in weights.homes()}
+        if empty := [name for name, tensor in found.items() if tensor.is_meta and id(tensor) not in sharded]:
+            raise CheckpointError(
+                f"load_pretrained: {empty[0]} is on the meta device and not sharded, so it has no memory to read into. Shard the "
+                "model as a whole, or call to_empty() on the modules around its units."
+            )
         wanted.update(found)
         unexpected.extend(left_out)
         return [f"{name} {tuple(tensor.shape)}, {source.has(name)}" for name, tensor in found.items()]

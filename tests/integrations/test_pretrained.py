@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import mfsdp_compile
 from mfsdp_compile import fsdp2, fully_shard_model
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
+from mfsdp_compile.convert.safetensors_files import SafetensorsReader
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -196,6 +197,10 @@ def test_models_without_values(is_meta: bool, tmp_path: Path) -> None:
     with torch.device("meta" if is_meta else "cpu"):
         model = by_fsdp2(llama(1)).eval()
     mfsdp_compile.load_pretrained(model, folder)
+    with torch.device("meta"):
+        part = by_fsdp2_in_part(llama(1))
+    with raises_everywhere(CheckpointError, "load_pretrained: model.embed_tokens.weight is on the meta device"):
+        mfsdp_compile.load_pretrained(part, folder)
     tokens = torch.arange(12).view(2, 6)
     torch.testing.assert_close(model(input_ids=tokens).logits, alone(tokens).logits)
 
@@ -294,6 +299,23 @@ def test_the_own_method_writes_no_shards(face: str, tmp_path: Path) -> None:
             model.save_pretrained(folder)
         if is_first:
             assert_same(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(), expected)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    for method in ("tensor", "part"):
+        original = getattr(SafetensorsReader, method)
+
+        def counted(*args: Any, original: Any = original) -> Tensor:
+            read.append(original(*args))
+            return read[-1]
+
+        monkeypatch.setattr(SafetensorsReader, method, counted)
+    FAMILIES["mixtral"]().save_pretrained(tmp_path)
+    model = fully_shard_model(FAMILIES["mixtral"](), fsdp_unit_modules="auto")
+    assert mfsdp_compile.load_pretrained(model, tmp_path) == ((), ())
+    assert sum(tensor.nbytes for tensor in read) == sum(param.to_local().nbytes for param in model.parameters())
 
 
 @pytest.mark.usefixtures("fake_world")
