@@ -39,6 +39,7 @@ from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
 from .progress import working
+from .tracebacks import shorten_uncaught
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -295,6 +296,7 @@ def fully_shard_model(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
+    shorten_uncaught()
     _refuse_other_data_parallelism(module)
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")

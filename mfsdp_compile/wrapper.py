@@ -144,6 +144,19 @@ class MegatronFSDP(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict with the keys of this module, or with those of :attr:`module`, which lack ``module.``."""
+        inner = bool(state_dict) and not any(key.startswith("module.") for key in state_dict)
+        return (self.module if inner else super()).load_state_dict(state_dict, *args, **kwargs)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Read by DistributedDataParallel when it is built, before anything else of a module."""
+        raise ValueError(
+            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and its "
+            "backward reduces gradients. Use the sharded model itself."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "A sharded model cannot be pickled: it holds process groups and this rank's shards only. Save "

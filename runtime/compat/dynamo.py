@@ -63,6 +63,7 @@ __all__ = [
     "traces_for_others",
     "tracing_fake_mode",
     "uncompiled",
+    "wants_full_tracebacks",
     "where_not_traceable",
     "without_collection",
     "without_compilation",
@@ -347,9 +348,14 @@ def backend_failed() -> type[Exception]:
     return BackendCompilerFailed
 
 
-def inner_exception(failed: Exception) -> Exception:
+def inner_exception(failed: BaseException) -> Exception:
     """Return what a backend raised, from the exception that Dynamo raised for it."""
     return failed.inner_exception  # type: ignore[attr-defined]
+
+
+def wants_full_tracebacks() -> bool:
+    """Whether the user has asked Dynamo for the whole stack of errors."""
+    return bool(torch._dynamo.config.verbose)
 
 
 def not_traceable() -> type[Exception]:
