@@ -18,7 +18,7 @@ An HTML comment in front of a block, which readers do not see, says how:
 
 ``run`` and ``prints`` may end in ``, long``, which leaves them to ``make long``. What is run is what readers see: a
 set-up and a block are a program, with every import, and with the command that starts as many ranks as the comment says.
-The test adds two things. ``init_process_group`` and ``destroy_process_group`` do nothing, because the test has a group.
+The test adds two things. ``init_process_group`` and ``destroy_process_group`` do nothing where the test has a group.
 Blocks are compiled operator by operator, so that hundreds of lines take seconds: ``inner`` is ``"aot_eager"`` unless a
 block sets it.
 """
@@ -102,7 +102,7 @@ class Cell:
 
     Args:
         blocks: Blocks of code.
-        setup: The set-up above them on the page, whether they need it or not.
+        setup: The set-up above them on the page, if they are run after it; for blocks that are not run, the last one.
         prints: Output of the blocks, where the page shows it.
     """
 
@@ -111,7 +111,7 @@ class Cell:
     prints: list[Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self._where("after"):
+        if not self._where("after") and self.first.kind != "not run":
             self.setup = None
 
     def _where(self, name: str) -> str:
@@ -254,11 +254,11 @@ def _small_steps() -> Iterator[None]:
     def quick(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
         return of({"inner": "aot_eager", "verify": "once", **(options or {})}, mode)
 
-    with (
-        mock.patch.object(compile.CompileOptions, "of", staticmethod(quick)),
-        mock.patch.object(dist, "init_process_group", return_value=None),
-        mock.patch.object(dist, "destroy_process_group", return_value=None),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compile.CompileOptions, "of", staticmethod(quick)))
+        if dist.is_initialized():
+            stack.enter_context(mock.patch.object(dist, "init_process_group", return_value=None))
+            stack.enter_context(mock.patch.object(dist, "destroy_process_group", return_value=None))
         yield
 
 
