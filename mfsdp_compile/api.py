@@ -38,6 +38,8 @@ from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
+from .progress import working
+from .tracebacks import shorten_uncaught
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -263,6 +265,11 @@ def fully_shard_model(
             "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
             "average_in_collective out, or pass disable_symmetric_registration=True."
         )
+    if nccl_ub and "expandable_segments:true" in compat.allocator_settings().replace(" ", "").lower():
+        raise ValueError(
+            f"nccl_ub: PYTORCH_ALLOC_CONF has {compat.allocator_settings()!r}, and NCCL cannot register memory of "
+            "expandable segments. Leave expandable_segments out, or train without nccl_ub."
+        )
     if buffer_allocator is not None and nccl_ub:
         raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
     communicators = Communication.of(communication)
@@ -289,6 +296,7 @@ def fully_shard_model(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
+    shorten_uncaught()
     _refuse_other_data_parallelism(module)
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
@@ -363,7 +371,8 @@ def fully_shard_model(
             "buffer_allocator allocates communication buffers, and this model has none: pass fsdp_double_buffer=True or "
             "maxpool_double_buffer=True."
         )
-    sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
+    with working(f"sharding {type(module).__name__}"):
+        sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
     index = FSDPDistributedIndex(
         device_mesh if device_mesh is not None else topology.mesh,

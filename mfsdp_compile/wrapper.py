@@ -143,6 +143,19 @@ class MegatronFSDP(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict with the keys of this module, or with those of :attr:`module`, which lack ``module.``."""
+        inner = bool(state_dict) and not any(key.startswith("module.") for key in state_dict)
+        return (self.module if inner else super()).load_state_dict(state_dict, *args, **kwargs)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Read by DistributedDataParallel when it is built, before anything else of a module."""
+        raise ValueError(
+            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and its "
+            "backward reduces gradients. Use the sharded model itself."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "A sharded model cannot be pickled: it holds process groups and this rank's shards only. Save "
@@ -313,7 +326,10 @@ class MegatronFSDP(nn.Module):
         what this rank has.
 
         Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
-        Memory: one bucket, if the caller keeps nothing else.
+        Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as the
+        variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
+
+        Other ranks learn within seconds of an error inside of a gather, whichever rank has it; then ``model.reset()``.
         """
         self.sharded.check_parameters_are_everyones("full_parameters")
         for bucket in self.sharded.buckets:
@@ -361,8 +377,7 @@ class MegatronFSDP(nn.Module):
         """Return a context manager in which :attr:`module` is the original, unsharded module.
 
         Inside, its parameters are unsharded, in the dtype of the shards, and no forward communicates. Collective: all
-        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one bucket at a
-        time.
+        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one or two buckets.
 
         Optimizers keep the shards, which do not change before the exit. Over other mesh dimensions (tensor
         parallelism), parameters are divided as they were in the original model.

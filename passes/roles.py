@@ -44,6 +44,7 @@ from mfsdp_compile.runtime import ops as ops  # defines the others
 from .context import NodeKind, Role, role_of, set_role
 
 __all__ = [
+    "DISTINCT",
     "FETCH",
     "FP8",
     "MARK",
@@ -229,6 +230,8 @@ GATHER_INTO_BUFFER = torch.ops.mfsdp.gather_into_buffer.default
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default, GATHER_INTO_BUFFER)
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
+DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
+"""Operators whose calls the partitioner must not merge: two buckets may have the same gradients, and each has a reduction."""
 PORTION = torch.ops.mfsdp.portion.default
 FETCH = torch.ops.mfsdp.fetch.default
 OFFLOAD = torch.ops.mfsdp.offload.default

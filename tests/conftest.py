@@ -27,6 +27,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 # Each run draws different random models and verifier mutants. A failure prints its seed, which reproduces it.
 os.environ.setdefault("MFSDP_SEED", str(secrets.randbits(32)))
+os.environ.setdefault("MFSDP_PROGRESS", "0")  # tests read what programs print
 os.environ.setdefault("MFSDP_VERIFY", "each")  # test processes inherit this environment
 
 import torch

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ class Named(nn.Module):
             module.register_parameter(last, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
 
     def forward(self, factor: Tensor) -> Tensor:
-        return sum(((param * factor).float().square().sum() for param in self.parameters()), torch.zeros(()))
+        params = [operator.attrgetter(name)(self) for name, _ in self.named_parameters()]  # whole, as modules read them
+        return sum(((param * factor).float().square().sum() for param in params), torch.zeros(()))
 
 
 def load_and_step(folder: str, steps: int, **settings: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
-from mfsdp_compile import backend, passes, runtime
+from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import (
     BucketInfo,
@@ -69,6 +69,7 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
+    compat.on_compilation(_dynamo_begins, _dynamo_ends)
     compat.guard_on_hooks()
     shells = find_shells(gm)
     compat.compile_beyond_limit(_warn_of_limit)
@@ -92,8 +93,13 @@ def mfsdp(
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
     refused: dict[str, str] = {}
-    with _telling_models(buckets), compat.without_collection():
+    with (
+        _telling_models(buckets),
+        compat.without_collection(),
+        progress.working(_work(buckets, served), chosen.progress),
+    ):
         while True:
+            progress.step("passes and AOTAutograd")
             copied = compat.copy_graph_module(gm)
             record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused)
             try:
@@ -166,6 +172,34 @@ def _warn_of_limit(reached: compat.LimitReached) -> None:
             f"raise the limit. Last guard that failed: {reached.reason}",
             stacklevel=2,
         )
+
+
+def _dynamo_begins(args: Any) -> None:
+    if not ShardedModel.any_exists():
+        return
+    if args.callback_trigger.name == "LAZY_BACKWARD":
+        progress.begin("compiling a backward")
+    else:
+        progress.begin("compiling")
+        progress.step("Dynamo")
+
+
+def _dynamo_ends(_: Any) -> None:
+    progress.end()
+
+
+compat.on_compilation(_dynamo_begins, _dynamo_ends)
+
+
+def _work(buckets: Sequence[Bucket], served: bool) -> str:
+    """Return what is compiled, in words."""
+    owners = models_of(buckets)
+    names = " and ".join(dict.fromkeys(type(owner.module).__name__ for owner in owners))
+    what = f"a module of {names}" if served else names
+    if torch.is_grad_enabled():
+        return f"compiling {what}"
+    again = ", besides the graphs for training" if any(owner.compiled_graphs for owner in owners) else ""
+    return f"compiling {what} for calls without gradients (evaluation){again}"
 
 
 @contextlib.contextmanager
@@ -662,14 +696,14 @@ def _compile_inner(
                 # makes. So a copy is partitioned first.
                 trial = compat.copy_graph_module(joint)
                 pipeline.tag_for_trial(trial.graph, record)
-                graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
+                graphs = compat.min_cut_partition(trial, joint_inputs, distinct=roles.DISTINCT, **kwargs)
                 phases = (Phase.FORWARD, Phase.BACKWARD)
                 pipeline.offload_saved_on_trial(graphs[0].graph, graphs[1].graph, record, user_outputs)
                 pipeline.decide(
                     {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
                 )
             pipeline.prepare_joint(joint.graph, record, user_outputs)
-        forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        forward, backward = compat.min_cut_partition(joint, joint_inputs, distinct=roles.DISTINCT, **kwargs)
         if record is not None:
             pipeline.keep_portions(forward.graph, backward.graph, record)
             pipeline.offload_saved(forward.graph, backward.graph, record)
@@ -678,6 +712,7 @@ def _compile_inner(
         return forward, backward
 
     def finish(graph: fx.Graph) -> None:
+        progress.step(f"{options.inner.replace('inductor', 'Inductor')}, {phase_of(graph).value}")
         if (context := region_of(graph)) is not None:
             pipeline.finish_region(graph, context, phase_of(graph))
         elif record is not None:

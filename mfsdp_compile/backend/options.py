@@ -35,6 +35,7 @@ _OTHERS = {
     "optimizer",
     "regions",
     "report",
+    "progress",
 }
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
@@ -79,6 +80,7 @@ class CompileOptions:
             is None, nothing is cached.
         verify: ``"once"``: verify graphs after all built-in passes have run. ``"each"``: after each pass. The
             environment variable ``MFSDP_VERIFY`` sets the default.
+        progress: Whether rank 0 tells on stderr about compilations that take longer than 5 s.
     """
 
     inner: str = "inductor"
@@ -95,6 +97,7 @@ class CompileOptions:
     inductor: tuple[tuple[str, Any], ...] = ()
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
+    progress: bool = True
 
     @property
     def steers_schedule(self) -> bool:
@@ -156,6 +159,7 @@ class CompileOptions:
         inductor = given.pop("inductor", {})
         passes = given.pop("passes", ())
         verify = given.pop("verify", os.environ.get("MFSDP_VERIFY") or "once")
+        progress = given.pop("progress", True)
         if given:
             known = sorted(schedule_names | _OTHERS)
             raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
@@ -168,6 +172,8 @@ class CompileOptions:
             raise TypeError(f"options['regions'] takes True, False or 'auto', got {regions!r}")
         if not isinstance(report, bool):
             raise TypeError(f"options['report'] takes True or False, got {report!r}")
+        if not isinstance(progress, bool):
+            raise TypeError(f"options['progress'] takes True or False, got {progress!r}")
         if verify not in VERIFY:
             raise ValueError(f"options['verify'], or MFSDP_VERIFY, must be one of {VERIFY}, got {verify!r}")
         if not isinstance(passes, (list, tuple)):
@@ -203,12 +209,13 @@ class CompileOptions:
             tuple(sorted(inductor.items())),
             tuple(passes),
             verify,
+            progress,
         )
 
     def __str__(self) -> str:
         """List the options that differ from their defaults, for ranks to compare. Omits those that change no graph."""
         default = CompileOptions()
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report", "progress")}
         given["passes"] = tuple(map(name_of, self.passes))
         given["fp8_filter"] = name_of(self.fp8_filter) if self.fp8_filter is not None else None
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]

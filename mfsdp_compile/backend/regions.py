@@ -65,7 +65,7 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     roles.assign(joint.graph)
     drop_unread.apply(joint.graph, context, Phase.JOINT)
     reshard.apply(joint.graph, context, Phase.JOINT)
-    forward, backward = compat.min_cut_partition(joint, (), num_fwd_outputs=outputs)
+    forward, backward = compat.min_cut_partition(joint, (), distinct=roles.DISTINCT, num_fwd_outputs=outputs)
     if len(forward.graph.find_nodes(op="placeholder")) != len(operands):
         raise NotARegion(body.name, "torch passes the state of random numbers to it")  # CUDA, with checkpoints
     needs, gradients = _sew(forward.graph, backward.graph, body)

@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
-from mfsdp_compile.runtime.ranks.agreement import agree, conclude, has_others
+from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
@@ -174,10 +174,13 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            with watchdog.explaining(_SAVE):
+            with _in_step(save.group), watchdog.explaining(_SAVE):
                 dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except (CheckpointException, RuntimeError) as error:
-            raise save.failed(error) from error
+            failed, mine = save.failed(error), getattr(error, "failures", {}).get(dist.get_rank(save.group))
+            if mine is not None and not isinstance(mine[0], Exception):  # an interrupt, which torch keeps as a failure
+                raise mine[0] from error
+            raise failed from error
         finally:
             save.until_done.close()
         return save.path
@@ -192,8 +195,8 @@ class Checkpoints:
     ) -> Future[Path]:
         """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
 
-        The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
-        destroyed. A failure is logged as an error when it happens, whether or not anybody asks for it.
+        The next save waits for this one, and so do :meth:`wait`, ``destroy_process_group()`` and the end of the program. A
+        failure is logged as an error when it happens, whether or not anybody asks for it.
 
         Returns:
             A future of the folder. Its exception is the one that :meth:`save` would raise.
@@ -204,18 +207,20 @@ class Checkpoints:
 
         def finish(written: Any) -> None:
             error = written.exception()
-            if isinstance(error, RuntimeError):
-                try:
+            try:
+                if isinstance(error, RuntimeError):
                     watchdog.explain(error, _SAVE)
-                except RuntimeError as explained:
-                    error = explained
-            if isinstance(error, (CheckpointException, RuntimeError)):
-                error = save.failed(error)
-            save.until_done.close()
+            except RuntimeError as explained:
+                error = explained
+            try:
+                if isinstance(error, (CheckpointException, RuntimeError)):
+                    error = save.failed(error)
+                save.until_done.close()
+            except Exception as other:  # whoever waits for this save must not wait forever
+                error = error or other
             if error is not None:
                 _log.error(
-                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s. If the program was "
-                    "ending, call wait() before it destroys its process group.",
+                    "Rank %d: the save of step %d in the background failed, and %s was not written: %s",
                     rank,
                     step,
                     save.path,
@@ -225,8 +230,10 @@ class Checkpoints:
             else:
                 done.set_result(save.path)
 
+        save.until_done.enter_context(compat.finishing_first(lambda: wait([done])))
         try:
-            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
+            with _in_step(save.group):
+                written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
             save.until_done.close()
             raise
@@ -236,15 +243,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raises its exception."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         if under_way is not None:
+            wait([under_way])  # an interrupt leaves it under way
+            self._under_way = None
             under_way.result()
 
     def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
-        self.wait()
         model = unwrapped(model, "Checkpoints.save")
         model.sharded.check_parameters_are_everyones("Checkpoints")
         sharded = model.sharded
@@ -252,6 +257,9 @@ class Checkpoints:
         state: dict[str, Any] = {}
 
         def contents() -> list[str]:
+            if operator.index(step) < 0:
+                raise ValueError(f"step must not be negative, got {step}")
+            self.wait()
             if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
                     f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
@@ -268,13 +276,13 @@ class Checkpoints:
                     parts["optimizer"] = {"state": state["optimizer"]["state"]}
                 state.update(parts)
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
-            return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
+            return [f"step {operator.index(step)}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
-        with contextlib.ExitStack() as until_done:
+        with contextlib.ExitStack() as until_done, _in_step(group):
             until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
-            return self._prepared(step, sharded, optimizer, state, group, until_done)
+            return self._prepared(operator.index(step), sharded, optimizer, state, group, until_done)
 
     def _prepared(
         self,
@@ -392,19 +400,23 @@ class Checkpoints:
         Returns:
             What was loaded, or None on all ranks if there is no checkpoint.
         """
-        self.wait()
         model = unwrapped(model, "Checkpoints.load")
         everyone = model.sharded.everyone
+        with errors_for_all(everyone, "A save before a load", PATIENCE):
+            self.wait()
         found: dict[str, str | None] = {}
+        interrupt: BaseException | None = None
         if dist.get_rank(everyone) == 0:
             try:
                 found = {"path": os.fspath(latest) if (latest := self.latest()) is not None else None}
             except CheckpointError as error:
                 found = {"error": str(error)}
-            except Exception as error:  # the other ranks wait for it
-                found = {"error": f"{type(error).__name__}: {error}"}
+            except BaseException as error:  # the other ranks wait for it
+                found, interrupt = {"error": f"{type(error).__name__}: {error}"}, error
         if has_others(everyone):
             found = conclude(everyone, f"Loading from {self.root}", [], found, operator.itemgetter(0), PATIENCE)
+        if interrupt is not None and not isinstance(interrupt, Exception):
+            raise interrupt
         if "error" in found:
             raise CheckpointError(found["error"])
         return load(found["path"], model, optimizer, **arguments) if found["path"] is not None else None
@@ -416,7 +428,12 @@ class Checkpoints:
         within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
-        if ranks not in self._groups:
+        works = ranks in self._groups and self._groups[ranks] not in compat.broken_groups()
+        if has_others(sharded.everyone):  # a rank that has left an earlier save has broken its connections
+            works = conclude(
+                sharded.everyone, "Connections of saves", [], works, all, compat.timeout_of(sharded.everyone)
+            )
+        if not works:
             self._groups[ranks] = compat.new_group(ranks, backend="gloo")
         return self._groups[ranks]
 
@@ -441,6 +458,19 @@ class _Save:
         if isinstance(error, CheckpointException):
             return as_checkpoint_error(error, what)
         return CheckpointError(f"{what}. {error}")
+
+
+@contextlib.contextmanager
+def _in_step(group: dist.ProcessGroup) -> Iterator[None]:
+    """Context for collectives of a save. An error or interrupt of this rank alone ends the waits of the others."""
+    try:
+        yield
+    except (CheckpointException, CheckpointError):  # of all ranks
+        raise
+    except BaseException as error:
+        if has_others(group):
+            watchdog.abandon(group, error)
+        raise
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Full state dicts on one rank. Peak memory exceeds the result by one bucket, and pinned memory of two batches."""
+"""Full state dicts on one rank. Peak memory exceeds the result by one bucket, and pinned memory of two batches.
+
+On gloo, the other ranks, which have no result, need two buckets: gloo makes a copy of its own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
     state: dict[str, Any] = {}
-    with errors_for_all(model.sharded.everyone, "full_state_dict") as deferred:
+    with errors_for_all(model.sharded.everyone, "full_state_dict") as deferred, model.sharded.conduct.in_step():
         wholes: dict[str, Tensor] = {}
         copies: HostCopies[str] = HostCopies()
         for name, whole in model.full_parameters():
@@ -49,8 +52,9 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
                     wholes.update(copies.add(name, whole))
             del whole
         if mine and deferred.error is None:
-            wholes.update(copies.rest())
-            state = _with_values(model.module, wholes)
+            with deferred.errors():
+                wholes.update(copies.rest())
+                state = _with_values(model.module, wholes)
     return state
 
 
@@ -93,21 +97,23 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
         for (name, key), copy in done:
             state[name][key] = copy
 
-    with errors_for_all(_everyone(optimizer), "full_optimizer_state_dict") as deferred:
+    model = _model_of(optimizer)
+    with errors_for_all(model.everyone, "full_optimizer_state_dict") as deferred, model.conduct.in_step():
         for place, whole in _wholes(optimizer, sharded["state"]):
             if mine and deferred.error is None:
                 with deferred.errors():
                     put(copies.add(place, whole))
             del whole
         if deferred.error is None:
-            put(copies.rest())
+            with deferred.errors():
+                put(copies.rest())
     return {**sharded, "state": state} if mine else {}
 
 
-def _everyone(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup:
-    """Return the ranks of the model that the optimizer steps."""
+def _model_of(optimizer: torch.optim.Optimizer) -> ShardedModel:
+    """Return the model that the optimizer steps."""
     owners = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
-    return next(owner for owner in owners if isinstance(owner, ShardedModel)).everyone
+    return next(owner for owner in owners if isinstance(owner, ShardedModel))
 
 
 def _wholes(

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
-from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, optimizer_name, state_dict_groups
+from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, initial_state, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import name_of
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
@@ -410,6 +410,7 @@ class _LoadPlan:
         self._module = model.module
         self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
         self._steps: dict[str, Tensor] = {}  # parameter's name -> its steps, where the checkpoint counts them by group
+        self._initial: dict[tuple[str, str], Any] = {}  # parameter's name, and a state that the checkpoint lacks
         self._megatron_name: dict[str, str] = {}  # parameter's name -> its name in the checkpoint
         self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
@@ -536,7 +537,7 @@ class _LoadPlan:
         )
         reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
         whole = whole_step_of(optimizer)
-        with_state: set[str] = set()
+        with_state: dict[str, set[str]] = {}  # parameter's name -> its entries
         for key, info in self._stored.items():
             if not key.startswith("optimizer.state.") or self._is_empty_state(key):
                 continue
@@ -547,7 +548,7 @@ class _LoadPlan:
                 continue
             if self._megatron is not None and self._megatron.is_main_weight(key):
                 continue
-            with_state.add(owner)
+            with_state.setdefault(owner, set()).add(state)
             param = params[owner]
             if owner in reshaped:  # a part of its state is useless; the state starts fresh
                 self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
@@ -575,6 +576,21 @@ class _LoadPlan:
             self.compared.missing += [
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
             ]
+
+        self._plan_missing_entries(optimizer, {name: its for name, its in with_state.items() if name not in reshaped})
+
+    def _plan_missing_entries(self, optimizer: torch.optim.Optimizer, with_state: dict[str, set[str]]) -> None:
+        """Plan initial values for what some of the checkpoint's parameters lack of their state: a step would fail."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = name_of(param)
+                if name not in with_state:
+                    continue
+                entries = with_state[name] | ({"step"} if name in self._steps else set())
+                for entry, first in initial_state(optimizer, group, param).items():
+                    if entry not in entries:
+                        self.compared.missing.append(f"optimizer.{name}.{entry}")
+                        self._initial[name, entry] = first
 
     def _is_empty_state(self, key: str) -> bool:
         """Whether a stored value is the empty state of a parameter that another rank stepped (``whole=True``)."""
@@ -685,6 +701,8 @@ class _LoadPlan:
         state: dict[str, dict[str, Any]] = {}
         for key, (name, *path) in self._state_of.items():
             compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), self.staged[key])
+        for (name, entry), first in self._initial.items():
+            state[f"module.{name}"][entry] = first
         for name, step in self._steps.items():
             state[f"module.{name}"].setdefault("step", step.clone())
         if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says

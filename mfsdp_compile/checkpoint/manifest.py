@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -247,16 +247,36 @@ def hash_file(path: Path) -> FileRecord:
                 data += more
             return len(data), hashlib.sha256(data).digest()
 
-        starts = range(0, size, BLOCK_BYTES)
-        threads = min(MOST_THREADS, os.cpu_count() or 1, len(starts))
-        whole_file, length = hashlib.sha256(), 0
-        with ThreadPoolExecutor(max(threads, 1)) as pool:
-            # pool.map consumes its whole argument at once: a list of block numbers, about a millionth of the file's
-            # size.
-            for count, digest in pool.map(block, starts) if threads > 1 else map(block, starts):
-                whole_file.update(digest)
-                length += count
-    return FileRecord(length, whole_file.hexdigest())
+        blocks = _map_in_threads(block, range(0, size, BLOCK_BYTES))
+    whole_file = hashlib.sha256()
+    for _, digest in blocks:
+        whole_file.update(digest)
+    return FileRecord(sum(count for count, _ in blocks), whole_file.hexdigest())
+
+
+def _map_in_threads(function: Callable[[int], Any], items: Sequence[int]) -> list[Any]:
+    """Return the results of all items. An executor would refuse work while the program ends, when a save may go on."""
+    count = min(MOST_THREADS, os.cpu_count() or 1, len(items))
+    results: list[Any] = [None] * len(items)
+    errors: list[Exception] = []
+
+    def work(first: int) -> None:
+        try:
+            for index in range(first, len(items), count):
+                results[index] = function(items[index])
+        except Exception as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=work, args=(number,)) for number in range(1, count)]
+    for thread in others:
+        thread.start()
+    if items:
+        work(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def write_durably(path: Path, text: str) -> None:

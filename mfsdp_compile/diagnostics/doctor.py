@@ -1,4 +1,4 @@
-"""``mfsdp doctor``: check the installation. ``--table`` tests every strategy with every way of accumulating.
+"""``mfsdp doctor``: a :mod:`.checkup`. ``--table`` tests every strategy with every way of accumulating.
 
 The table covers strategies x ways of accumulating x compiled and eager x scalings x one and three microbatches, on four
 processes. The reference for each cell is computed in one process, without this package.
@@ -7,10 +7,6 @@ processes. The reference for each cell is computed in one process, without this 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import os
-import platform
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mfsdp_compile import MegatronFSDP, __version__, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.processes import run_ranks
+
+from . import checkup
 
 __all__ = ["SCALINGS", "STRATEGIES", "WAYS", "Cell", "cells", "mesh_arguments", "run"]
 
@@ -219,23 +216,10 @@ def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
 
 
 def run(table: bool) -> int:
-    """Print facts about the machine and the installation; with ``table``, compute the table. Returns the exit code."""
+    """Print a check-up of the machine and the installation; with ``table``, the table instead. Returns the exit code."""
     console = Console()
-    facts = Table("what", "found", show_header=False)
-    facts.add_row("mfsdp-compile", __version__)
-    facts.add_row("python", platform.python_version())
-    facts.add_row("torch", torch.__version__)
-    facts.add_row("GPUs", str(torch.cuda.device_count()))
-    facts.add_row(
-        "C++ compiler", shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or "none: no Inductor"
-    )
-    found = [
-        point.value for point in importlib.metadata.entry_points(group="torch_dynamo_backends") if point.name == "mfsdp"
-    ]
-    facts.add_row('backend="mfsdp"', found[0] if found else "not installed: import mfsdp_compile before torch.compile")
-    console.print(facts)
     if not table:
-        return 0
+        return checkup.run(console)
     wrong = 0
     console.print("four processes; ways of accumulating: " + ", ".join(WAYS), highlight=False)
     for row in run_ranks(_table, 4, backend="gloo", threads=1):

@@ -47,7 +47,8 @@ def save_weights(
 ) -> None:
     """Write ``.safetensors`` files for ``from_pretrained`` to a folder. Collective.
 
-    The first rank writes tensors one at a time, as they are gathered. Memory: one bucket.
+    The first rank writes tensors one at a time, as they are gathered. Memory: one bucket, or two, as
+    for :meth:`.MegatronFSDP.full_parameters`.
 
     Args:
         model: A model whose module is a ``PreTrainedModel`` for which :func:`can_stream` is true.

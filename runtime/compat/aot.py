@@ -133,12 +133,35 @@ def allow_another_backward() -> None:
     setattr(node, _COPIES, copies)
 
 
-def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph as Inductor does."""
+def min_cut_partition(
+    joint: fx.GraphModule, joint_inputs: Any, *, distinct: Sequence[Any] = (), **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as Inductor does.
+
+    Args:
+        joint: The joint graph.
+        joint_inputs: Its inputs, which torch ignores.
+        distinct: Operators (overload packets and higher-order operators) whose calls stay apart even if they have equal
+            arguments.
+        **kwargs: Other arguments of torch's partitioner.
+    """
     from functorch.compile import min_cut_rematerialization_partition
 
-    with _fast_minimum_cut():
+    with _fast_minimum_cut(), _never_merging(distinct):
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _never_merging(operators: Sequence[Any]) -> Iterator[None]:
+    """Context in which torch treats calls of these operators as it treats random ones: equal calls are not one."""
+    from torch._functorch import compile_utils
+
+    own = compile_utils.rand_ops
+    compile_utils.rand_ops = [*own, *operators]
+    try:
+        yield
+    finally:
+        compile_utils.rand_ops = own
 
 
 @contextlib.contextmanager

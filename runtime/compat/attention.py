@@ -32,6 +32,8 @@ def partial_attention(
     """
     if query.device.type == "cpu":
         output, log_sum = _cpu(query, key, value, 0.0, causal, attn_mask=None, scale=scale)
+        if query.dtype == torch.float64 != log_sum.dtype:  # the fake kernel of torch 2.11 says float32
+            log_sum = log_sum.to(torch.float64)
     else:
         output, log_sum = _flash(query, key, value, 0.0, causal, False, scale=scale)[:2]
     return output, log_sum

@@ -47,6 +47,7 @@ __all__ = [
     "device_type",
     "device_types",
     "fake_process_group",
+    "finishing_first",
     "is_own",
     "is_real_group",
     "is_simulated",
@@ -308,6 +309,30 @@ def new_group(
         default.bound_device_id = device
     _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+@contextlib.contextmanager
+def finishing_first(finish: Callable[[], Any]) -> Iterator[None]:
+    """Context in which ``destroy_process_group()`` calls ``finish`` before it destroys all groups."""
+    last = _Last(finish)
+    _world.comms.append(last)
+    try:
+        yield
+    finally:
+        if not last.is_finalized:  # else torch iterates over the list, and clears it
+            _world.comms.remove(last)
+
+
+class _Last:
+    """What torch takes for a communicator, which it finalizes before it shuts process groups down."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.is_finalized = False
+        self._finish = finish
+
+    def finalize(self) -> None:
+        self.is_finalized = True
+        self._finish()
 
 
 _OWN = "mfsdp"

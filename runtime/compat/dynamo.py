@@ -53,6 +53,7 @@ __all__ = [
     "is_multiple",
     "module_settings",
     "not_traceable",
+    "on_compilation",
     "on_values",
     "python_only",
     "quiet",
@@ -62,6 +63,7 @@ __all__ = [
     "traces_for_others",
     "tracing_fake_mode",
     "uncompiled",
+    "wants_full_tracebacks",
     "where_not_traceable",
     "without_collection",
     "without_compilation",
@@ -346,9 +348,14 @@ def backend_failed() -> type[Exception]:
     return BackendCompilerFailed
 
 
-def inner_exception(failed: Exception) -> Exception:
+def inner_exception(failed: BaseException) -> Exception:
     """Return what a backend raised, from the exception that Dynamo raised for it."""
     return failed.inner_exception  # type: ignore[attr-defined]
+
+
+def wants_full_tracebacks() -> bool:
+    """Whether the user has asked Dynamo for the whole stack of errors."""
+    return bool(torch._dynamo.config.verbose)
 
 
 def not_traceable() -> type[Exception]:
@@ -486,3 +493,14 @@ def _settings_of_context(context: Any) -> CompileSettings | None:
     config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
     return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))
+
+
+def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call functions when Dynamo begins and ends to trace and compile something, for any backend.
+
+    ``torch._dynamo.reset()`` forgets them.
+    """
+    handler = torch._dynamo.callback_handler
+    if begin not in handler.start_callbacks:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)

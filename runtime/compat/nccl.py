@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from .distributed import nccl_class, process_group
 
 __all__ = [
+    "allocator_settings",
     "deregister_memory",
     "memory_pool",
     "nccl_backend",
@@ -19,6 +21,11 @@ __all__ = [
     "supports_symmetric_memory",
     "warm_up",
 ]
+
+
+def allocator_settings() -> str:
+    """Return the settings of torch's allocator of CUDA memory, from the environment: PyTorch 2.9's variable, or the older."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def nccl_backend(group: str, device: torch.device) -> Any:

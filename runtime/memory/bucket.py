@@ -735,10 +735,11 @@ class Bucket(Owned):
                 split like parameters, such as an optimizer's state. The results of other parameters are undefined.
             what: What is gathered, for messages.
         """
-        whole = self.fetched() if rows is None else self._joined(rows)
         self.topology.announce(f"a gather of {what} of {self.plan.name}")
-        for group in self.topology.shard_groups:
-            whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
+        with self.owner.conduct.in_step():
+            whole = self.fetched() if rows is None else self._joined(rows)
+            for group in self.topology.shard_groups:
+                whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
         return [self.whole_view(whole, index) for index in range(len(self.params))]

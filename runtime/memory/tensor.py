@@ -213,8 +213,9 @@ class RowShardedTensor(Dispatched):
     def data(self, values: Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:
             raise RuntimeError(
-                f"{self.row_split.name!r} is a shard of a bucket of {self.dtype}: .data takes values of shape "
-                f"{tuple(self.shape)} and {self.dtype}, got {tuple(values.shape)} and {values.dtype}."
+                f"{self.row_split.name!r} is a shard of a bucket, and keeps its shape and dtype: .data takes values of shape "
+                f"{tuple(self.shape)} and {self.dtype}, got {tuple(values.shape)} and {values.dtype}. Change shapes, such as with "
+                "resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
             self.detach().copy_(values)

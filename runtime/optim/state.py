@@ -8,6 +8,7 @@ their rows.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
@@ -29,6 +30,7 @@ __all__ = [
     "cut_distributed_state",
     "cut_loaded_state",
     "follows_rows",
+    "initial_state",
     "name_state",
     "optimizer_name",
     "parameter_names",
@@ -182,6 +184,14 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
             stacklevel=3,
         )
         return []
+
+
+def initial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
+    """Return the state of a parameter of ``group`` before its first step; nothing if only that step can tell."""
+    if _has_state(optimizer, param):
+        with contextlib.suppress(Exception):  # of a step without real parameters
+            return _first_state(optimizer, group, param)
+    return {}
 
 
 def _has_stepped(param: Any) -> bool:

@@ -89,14 +89,14 @@ def agree(
             arrive in time.
     """
     timeout = timeout or TIMEOUT
-    failure: Exception | None = None
+    failure: BaseException | None = None
     lines: Sequence[str] = ()
     some: tuple[Sequence[int], Sequence[str]] = ((), ())
     try:
         lines = describe()
         if within is not None:
             some = within()
-    except Exception as error:  # the other ranks must learn of it before it is raised here
+    except BaseException as error:  # the other ranks must learn of it before it is raised here, also of an interrupt
         failure = error
     ranks = dist.get_process_group_ranks(group)
     if has_others(group):
@@ -232,11 +232,11 @@ def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta | No
     Yields:
         What keeps errors for the end of the context.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     deferred = Deferred()
     try:
         yield deferred
-    except Exception as error:  # the other ranks must learn of it before it is raised here
+    except BaseException as error:  # the other ranks must learn of it before it is raised here
         failure = error
     failure = failure or deferred.error
 

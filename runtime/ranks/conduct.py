@@ -285,6 +285,15 @@ class Conduct:
             self.failure = type(error).__name__
             report_failure(self.members.agreeing, error, is_certain=is_certain)
 
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Context for collectives between steps. Other ranks learn of an error or interrupt that leaves it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def forget_failure(self) -> None:
         """Continue after a failure that was the same on all ranks."""
         forget_failure(self.members.agreeing)

@@ -259,8 +259,8 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
 _PACKAGE = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
 _RUNTIME = Path(compat.__file__).parents[1]
 _FOLDERS = (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes", Path(compat.TORCH_FOLDER))
-_OWN = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<")
-"""Paths of frames that are not the program's own. A source checkout has passes and runtime next to the package."""
+_OWN = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__, "<")
+"""Paths of frames that are not the program's own. Context managers run in frames of contextlib. A source checkout has passes and runtime next to the package."""
 
 
 def _main_stack() -> traceback.StackSummary:

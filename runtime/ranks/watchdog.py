@@ -234,6 +234,13 @@ class Watchdog:
         finally:
             self._guarded.remove(guarded)
 
+    def abandon(self, group: dist.ProcessGroup, error: BaseException) -> None:
+        """Leave a group in which ranks wait for this one, on :meth:`guarding`'s watch: publish why, and end all waits in it."""
+        with contextlib.suppress(RuntimeError, OSError):  # the store's process is gone
+            told = f"Rank {dist.get_rank()} had failed with {type(error).__name__}: {error}"[:1000]
+            conclude_once(compat.default_store(), f"{_of(group.group_name)}/abandoned", {"text": told})
+            compat.break_connections(group)
+
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
@@ -248,6 +255,7 @@ class Watchdog:
             "how": how,
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
+            "counts": _collectives_started(),
         }
         store.set(_end_of(order.group, dist.get_rank()), json.dumps(how))
         first = _found(store, f"{_of(order.group)}/failed")
@@ -311,6 +319,9 @@ class Watchdog:
             return why
         try:
             store, known = compat.default_store(), compat.known_groups()
+            for guarded in self._guarded:
+                if abandoned := _found(store, f"{_of(guarded.group.group_name)}/abandoned"):
+                    return f"{abandoned['text']}."
             others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
             if compat.is_timeout(error):
                 gone, stopped = ask(store, others, ANSWER)
@@ -434,7 +445,8 @@ class Watchdog:
             return
         begun = order.events + (mine is not None and mine.is_next)
         failed = _found(store, f"{_of(order.group)}/failed")
-        if failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch and begun > failed["number"]:
+        is_of_others = failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch
+        if is_of_others and (begun > failed["number"] or _is_ahead(models, failed)):
             # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
@@ -470,9 +482,7 @@ class Watchdog:
                 "place": mine.place,
                 "visit": mine.visit,
                 "is last resort": mine.is_last_resort,
-                "counts": {
-                    name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()
-                },
+                "counts": _collectives_started(),
             },
         )
         store.set(f"{_of(order.group)}/notice", "")
@@ -565,6 +575,21 @@ class Watchdog:
         if self._store is None or self._store_of is not default:
             self._store, self._store_of = compat.another_connection(default), default
         return self._store
+
+
+def _collectives_started() -> dict[str, int]:
+    """Return how many collectives this rank has started in each process group, by name."""
+    return {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()}
+
+
+def _is_ahead(models: Collection[Watched], failed: dict[str, Any]) -> bool:
+    """Whether this rank has started a collective of the models that a rank that has failed has announced, but not started."""
+    for name in set().union(*(model.communicators for model in models)) & failed["counts"].keys():
+        group = compat.process_group(name)
+        is_in = failed["rank"] in dist.get_process_group_ranks(group)
+        if is_in and compat.collectives_started(group) > failed["counts"][name]:
+            return True
+    return False
 
 
 def _astray(text: str, rank: int) -> dict[str, Any]:

@@ -203,6 +203,20 @@ def test_another_precision() -> None:
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
+def test_state_dicts_with_and_without_the_prefix(fake_world: int) -> None:
+    """The wrapper takes the keys of either module, so that scripts need not strip ``module.``."""
+    model = fully_shard_model(nn.Sequential(nn.Linear(8, 8)), fsdp_unit_modules=[nn.Linear])
+    for state in (model.state_dict(), model.module.state_dict()):
+        given = {key: value.clone() for key, value in state.items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
+        assert all(torch.equal(value.to_local(), given[key].to_local()) for key, value in state.items())
+    with pytest.raises(RuntimeError, match=r"Missing key.*0.bias"):
+        model.load_state_dict({"0.weight": given["0.weight"]})
+
+
 @on_ranks(2)
 def test_state_dicts_communicate_nothing() -> None:
     for strategy in ("optim_grads_params", "optim"):

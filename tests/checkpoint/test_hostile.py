@@ -7,6 +7,7 @@ import random
 import resource
 import struct
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,8 @@ def seen(where: int, kind: str, value: int) -> Callable[[bytearray], None]:
 
 ANY_WRITER: dict[str, Callable[[Tampered], Any]] = {
     "a weight lacks a chunk": lambda t: cut(t, WEIGHT),
+    "a moment is missing": lambda t: t.forget(MOMENT),
+    "a step is missing": lambda t: t.forget(STEP),
     "a moment lacks a chunk": lambda t: cut(t, MOMENT),
     "a buffer lacks a chunk": lambda t: cut(t, "model.module.1.running_mean"),
     "a step lacks a chunk": lambda t: cut(t, STEP),
@@ -221,6 +224,29 @@ def test_nothing_is_loaded_that_was_not_saved() -> None:
     restored = load(good, model, optimizer)
     assert restored.generators
     assert restored.extra == {"data": 5}
+
+
+@on_ranks(2)
+def test_a_part_of_the_optimizers_state_may_start_over() -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    path = Checkpoints(root).save(1, model, optimizer)
+    if dist.get_rank() == 0:
+        tampered = Tampered(path, root / "partly")
+        tampered.forget(MOMENT)
+        tampered.forget(STEP)
+        tampered.seal()
+    dist.barrier()
+    missing = r"missing \(allow_missing\): optimizer.0.weight.(step|exp_avg), optimizer.0.weight.(step|exp_avg)\n"
+    with pytest.raises(RuntimeError, match=missing):
+        load(root / "partly", model, optimizer)
+    load(root / "partly", model, optimizer, allow_missing="optimizer.0.weight.*")
+    state = optimizer.state[model.module[0].weight]
+    assert state["step"] == 0
+    assert not state["exp_avg"].to_local().any()
+    assert state["exp_avg_sq"].full_tensor().any()
+    step(model, optimizer, 1)
 
 
 def test_generators_that_are_checked_draw() -> None:
@@ -323,3 +349,23 @@ def test_an_error_on_one_rank_is_an_error_on_all(phase: str) -> None:
         assert everything(model, optimizer) == before
     if phase != "module":
         load(path, model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+@on_ranks(2, timeout=60)
+def test_one_ranks_error_of_the_save_before_is_an_error_on_all(what: str) -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    checkpoints = Checkpoints(root)
+    checkpoints.save(1, model, optimizer)
+    if dist.get_rank() == 1:
+        checkpoints._under_way = Future()
+        checkpoints._under_way.set_exception(OSError("no such disk"))
+    begin = (
+        (lambda: checkpoints.save(2, model, optimizer))
+        if what == "save"
+        else lambda: checkpoints.load(model, optimizer)
+    )
+    with raises_everywhere(RuntimeError if dist.get_rank() == 0 else OSError, "no such disk"):
+        begin()
+    begin()

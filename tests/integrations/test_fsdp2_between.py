@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile.runtime import compat
 
 WIDTH = 7
 """Rows that two ranks cannot hold evenly."""
@@ -279,15 +280,23 @@ def test_first_call_in_inference_mode() -> None:
 # -- optimizer state --------------------------------------------------------------------------------------------------
 
 
+def collectives_so_far() -> int:
+    return sum(compat.collectives_started(group) for group in dist.distributed_c10d._world.pg_map)
+
+
 @on_ranks(2)
 def test_whole_optimizer_state_on_all_ranks() -> None:
+    """Steps after a load communicate nothing: each rank has the state of its rows."""
+
     def program(api: Any) -> Results:
         model = three(api, lambda block: None)
         options = StateDictOptions(full_state_dict=True)
 
         def step(optimizer: Any) -> None:
             model(mine(4, WIDTH)).square().sum().backward()
+            before = collectives_so_far()
             optimizer.step()
+            assert collectives_so_far() == before
             optimizer.zero_grad()
 
         one = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -307,6 +307,18 @@ def test_mistakes_are_explained() -> None:
         )
 
 
+@on_ranks(2)
+def test_embeddings_are_resized_before_sharding() -> None:
+    torch.manual_seed(0)
+    sharded = llama()
+    fully_shard_model(sharded, fsdp_unit_modules=[type(sharded.model.layers[0])])
+    tokens = torch.arange(8)[None]
+    before = sharded(tokens).logits
+    with raises_everywhere(RuntimeError, "resize_token_embeddings", "before the model is sharded", "(97, 32)"):
+        sharded.resize_token_embeddings(97)
+    assert torch.equal(sharded(tokens).logits, before)
+
+
 @on_ranks(1, 3)
 def test_generation_gives_the_tokens_of_the_whole_model() -> None:
     """A model loaded into shards generates the tokens of the whole model.

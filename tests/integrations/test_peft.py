@@ -133,3 +133,56 @@ def test_adapters_on_a_quantised_model(mode: str, float8: bool, sharding: dict[s
         expected = alone.get_parameter(name)
         assert param.dtype == expected.dtype
         torch.testing.assert_close(param.full_tensor().float(), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_adapters_are_merged_and_taken_out_between_steps(mode: str) -> None:
+    """Steps after a merge and its reversal are those of one process; the merged model is left without adapters."""
+    whole, alone = adapted(), adapted()
+    layer = type(whole.base_model.model.model.layers[0])
+    model = fully_shard_model(whole, fsdp_unit_modules=[layer])
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    optimizers = [parity.sgd([p for p in each.parameters() if p.requires_grad]) for each in (model, alone)]
+
+    def compare_weights(mine: nn.Module, its: nn.Module) -> None:
+        expected = dict(its.named_parameters())
+        for name, param in mine.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), expected.pop(name), rtol=1e-4, atol=1e-5, msg=name)
+        assert not expected
+
+    def step(number: int) -> None:
+        tokens = torch.randint(0, 100, (2, 2, 8), generator=torch.Generator().manual_seed(number))
+        log_probabilities(call, tokens[dist.get_rank()]).mean().backward()
+        log_probabilities(alone, tokens.flatten(0, 1)).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compare_weights(whole, alone)
+
+    tokens = torch.arange(8)[None]
+    for number in range(2):
+        step(number)
+        for each in (whole, alone):
+            each.merge_adapter()
+        compare_weights(whole, alone)
+        with torch.no_grad():
+            expected = log_probabilities(alone, tokens)
+            torch.testing.assert_close(log_probabilities(call, tokens), expected, rtol=1e-4, atol=1e-4)
+        for each in (whole, alone):
+            each.unmerge_adapter()
+        compare_weights(whole, alone)
+    step(2)
+    mine, its = whole.merge_and_unload(), alone.merge_and_unload()
+    compare_weights(mine, its)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            log_probabilities(mine, tokens), log_probabilities(its, tokens), rtol=1e-4, atol=1e-4
+        )
+    for each in (mine, its):
+        each.requires_grad_()
+        log_probabilities(each, tokens).mean().backward()
+    for name, param in mine.named_parameters():
+        torch.testing.assert_close(
+            param.grad.full_tensor(), its.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name
+        )

@@ -55,15 +55,15 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/manifest.py",
         "files are hashed up to their first block",
-        "        starts = range(0, size, BLOCK_BYTES)",
-        "        starts = range(0, min(size, BLOCK_BYTES), BLOCK_BYTES)",
+        "_map_in_threads(block, range(0, size, BLOCK_BYTES))",
+        "_map_in_threads(block, range(0, min(size, BLOCK_BYTES), BLOCK_BYTES))",
         (f"{STRANGERS} digests_of_files",),
     ),
     Mutant(
         f"{PLACE}/manifest.py",
         "a file's digest does not know the order of blocks",
-        "                whole_file.update(digest)",
-        "                whole_file.update(bytes(32))",
+        "        whole_file.update(digest)",
+        "        whole_file.update(bytes(32))",
         (f"{STRANGERS} digests_of_files",),
     ),
     Mutant(
@@ -181,9 +181,12 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/folder.py",
         "a load does not wait for the save in progress",
-        """        self.wait()
-        model = unwrapped(model, "Checkpoints.load")""",
-        """        model = unwrapped(model, "Checkpoints.load")""",
+        """PATIENCE):
+            self.wait()
+        found:""",
+        """PATIENCE):
+            pass
+        found:""",
         ("checkpoint/test_checkpoint_corners.py -k waits_for_the_save",),
     ),
     Mutant(
@@ -292,5 +295,19 @@ CHECKPOINT = (
         "                    if path.name == name:",
         "                    if False:",
         ("checkpoint/test_checkpoint.py -k folder_of_checkpoints", "checkpoint/test_checkpoint_corners.py -k manifest"),
+    ),
+    Mutant(
+        "mfsdp_compile/checkpoint/folder.py",
+        "a rank that leaves a save lets the others wait",
+        "            watchdog.abandon(group, error)",
+        "            pass",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "mfsdp_compile/checkpoint/loading.py",
+        "a part of an optimizer's state may be missing",
+        "                    if entry not in entries:",
+        "                    if False:",
+        ("checkpoint/test_hostile.py -k start_over",),
     ),
 )

@@ -202,6 +202,13 @@ MORE_RUNTIME = (
     ),
     Mutant(
         "runtime/optim/state.py",
+        "ASGD begins with a rate of 1",
+        '    "eta": lambda group: float(group["lr"]),',
+        '    "eta": lambda group: 1.0,',
+        ("runtime/test_optimizer.py -k test_state_before_the_first_step_is_what_that_step_begins_with",),
+    ),
+    Mutant(
+        "runtime/optim/state.py",
         "missing parameters are left as they are",
         "    if missing or unexpected:",
         "    if unexpected:",
@@ -401,6 +408,13 @@ MORE_RUNTIME = (
     ),
     Mutant(
         "runtime/optim/step_tracker.py",
+        "a step that failed halfway is forgotten",
+        "        self._is_half_done |= has_changed",
+        "        pass",
+        ("ranks/test_faults.py -k halfway_on_all",),
+    ),
+    Mutant(
+        "runtime/optim/step_tracker.py",
         "a step goes on with deferred gradients",
         "                if id(param) in params and gradient is not None:",
         "                if False:",
@@ -526,5 +540,26 @@ MORE_RUNTIME = (
         "            tensor.backing.noted.pop(tensor.row_split.name, None)",
         "            pass",
         ("integrations/test_fsdp2_between.py -k values_that_differ",),
+    ),
+    Mutant(
+        "runtime/ranks/agreement.py",
+        "an interrupt of one rank is no error of the others",
+        "    except BaseException as error:  # the other ranks must learn of it before it is raised here\n        failure = error\n    failure =",
+        "    except Exception as error:\n        failure = error\n    failure =",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "ranks wait for one that has failed inside of a gather",
+        " or _is_ahead(models, failed)):",
+        "):",
+        ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "runtime/compat/distributed.py",
+        "groups are destroyed before a save has ended",
+        "        self.is_finalized = True\n        self._finish()",
+        "        self.is_finalized = True",
+        ("runtime/test_compat.py -k finished_before_groups",),
     ),
 )

@@ -574,4 +574,11 @@ PASSES_MUTANTS = (
         "        pass",
         ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
+    Mutant(
+        "passes/roles.py",
+        "units with the same gradients share a reduction",
+        "DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)",
+        "DISTINCT = ()",
+        ("programs/test_programs.py -k equal_gradients_of_several",),
+    ),
 )

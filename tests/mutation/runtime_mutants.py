@@ -204,6 +204,13 @@ RUNTIME = (
         "            if False:  # through",
         ("programs/test_cuda_graphs.py -k 'equal_ordinary and sgd-eager-3'",),
     ),
+    Mutant(
+        "runtime/grad_sync.py",
+        "gradients of a failed backward count in the next one",
+        "        self._backward = _BackwardIds()\n        self._touched.clear()\n        self._found_nan.clear()",
+        "        self._backward = _BackwardIds()\n        self._found_nan.clear()",
+        ("ranks/test_failures.py -k of_a_backward_that_failed",),
+    ),
     # -- deferred gradients -------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/deferred_gradients.py",
@@ -242,6 +249,13 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/memory/deferred_gradients.py",
+        "zeros for what is left out are written into the packed gradients",
+        "            gradient = gradient.clone()\n",
+        "",
+        ("programs/test_more_programs.py -k writes_nothing_into",),
+    ),
+    Mutant(
+        "runtime/memory/deferred_gradients.py",
         "gradients that the user has dropped come back",
         "            self.bucket.forget_abandoned(self.total)",
         "            pass",
@@ -276,6 +290,20 @@ RUNTIME = (
         "        wholes[id(base)].write_to(base)",
         "        pass",
         (f"{OPERATORS} writes_reach",),
+    ),
+    Mutant(
+        "runtime/memory/operators/arguments.py",
+        "numbers of a rank's own combine with shards in backward",
+        "    if not isinstance(value, DTensor) and tensors_are_own():",
+        "    if value.numel() > 1 and not isinstance(value, DTensor) and tensors_are_own():",
+        ("programs/test_reads_in_backward.py -k own_values_in_backward",),
+    ),
+    Mutant(
+        "runtime/memory/operators/whole.py",
+        "results with a rank's own values in backward claim to be the same on all ranks",
+        " or (bool(ordinary) and tensors_are_own())",
+        "",
+        ("programs/test_reads_in_backward.py -k own_values_in_backward",),
     ),
     Mutant(
         "runtime/memory/operators/whole.py",
@@ -708,6 +736,13 @@ RUNTIME = (
         "                    its[key] = value.clone()",
         "                    pass",
         ("runtime/test_optimizer.py -k test_flat_steps_where_gradients_or_state_are_changed",),
+    ),
+    Mutant(
+        "runtime/optim/flat_step.py",
+        "steps are counted in the state dict that was loaded",
+        "                collected[key] = value.clone()",
+        "                collected[key] = value",
+        ("runtime/test_optimizer.py -k leave_a_loaded_state_dict",),
     ),
     Mutant(
         "runtime/optim/flat_step.py",

@@ -11,10 +11,13 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mfsdp_compile.cli import main
+from mfsdp_compile.diagnostics import checkup
+from mfsdp_compile.runtime import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -288,3 +291,34 @@ def test_doctor_looks_at_the_installation(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "torch" in out
     assert "mfsdp_compile.backend.compile:mfsdp" in out
+
+
+@pytest.mark.processes
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs real collectives, and ends with a verdict."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        r"gloo, 2 ranks +│ right: all-gather [\d.]+ ms, reduce-scatter [\d.]+ ms, all-reduce [\d.]+ ms", told
+    )
+    assert "NCCL_DEBUG=INFO" in told
+    assert "Ready to train on the CPU; no GPU was found." in told
+
+
+def test_doctor_finds_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(checkup.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compat, "TORCH_VERSION", (9, 9))
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a rank failed:\nrank 1:\nRuntimeError: no route to host")
+
+    monkeypatch.setattr(checkup, "run_ranks", broken)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "wrong C++ compiler: Inductor needs one to compile for the CPU. Install g++" in told
+    assert "wrong gloo, 2 ranks: RuntimeError: no route to host." in told
+    assert "3 of these must change before training." in told

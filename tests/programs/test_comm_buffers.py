@@ -407,8 +407,12 @@ def test_a_wrong_allocator_leaves_the_model_usable(mode: str) -> None:
     assert model.sharded.comm_buffers.addresses
 
 
-def test_allocators_that_are_refused() -> None:
+def test_allocators_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
+    with monkeypatch.context() as patched:
+        patched.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+        with pytest.raises(ValueError, match=r"nccl_ub: PYTORCH_ALLOC_CONF has 'expandable"):
+            fully_shard_model(model, nccl_ub=True)
     with pytest.raises(
         TypeError, match=r"buffer_allocator takes a function.*what models without fsdp_double_buffer use"
     ):

@@ -23,6 +23,7 @@ from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.deferred_gradients import DeferredGradient
+from mfsdp_compile.runtime.memory.gradients import Asked
 
 
 class Heads(zoo.Plain):
@@ -185,25 +186,43 @@ def test_gradients_that_are_put_aside() -> None:
     pair.check_gradients()
 
 
+class StubBucket:
+    """The part of a bucket that a deferred gradient uses. Its first parameter has two elements."""
+
+    def __init__(self, is_due: bool) -> None:
+        self.owner = SimpleNamespace(grad_sync=SimpleNamespace(is_due=lambda: is_due))
+        self.plan = SimpleNamespace(keeps_memory=False)
+
+    def keep(self, use: str, values: Tensor) -> Tensor:
+        return values
+
+    def show_unreduced(self) -> None:
+        pass
+
+    def zero_slices(self, gradient: Tensor, indices: Any) -> None:
+        assert set(indices) == {0}
+        gradient[:2] = 0
+
+
 def test_a_gradient_that_waits_is_a_copy() -> None:
     """A deferred gradient is a copy, because compiled code reuses its memory."""
-
-    class Bucket:
-        def __init__(self) -> None:
-            self.owner = SimpleNamespace(grad_sync=SimpleNamespace(is_due=lambda: False))
-            self.plan = SimpleNamespace(keeps_memory=False)
-
-        def keep(self, use: str, values: Tensor) -> Tensor:
-            return values
-
-        def show_unreduced(self) -> None:
-            pass
-
-    bucket = Bucket()
-    pending, gradient = DeferredGradient(bucket, torch.float32), torch.ones(4)  # type: ignore[arg-type]
+    bucket = StubBucket(is_due=False)
+    pending = DeferredGradient(bucket, torch.float32)  # type: ignore[arg-type]
+    gradient = torch.ones(4)
     assert pending.exchange(gradient) is None
     gradient.zero_()
     assert torch.equal(pending.total, torch.ones(4))
+
+
+def test_a_reduction_writes_nothing_into_its_input() -> None:
+    """``backward(inputs=...)`` leaves out a parameter: compiled code may read the packed gradients elsewhere too."""
+    bucket = StubBucket(is_due=True)
+    pending = DeferredGradient(bucket, torch.float32)  # type: ignore[arg-type]
+    pending.asked = Asked(returned=frozenset(), added=frozenset({1}), left_out=frozenset({0}), count=2)
+    gradient = torch.ones(4)
+    reduced = pending.exchange(gradient)
+    assert torch.equal(reduced, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert torch.equal(gradient, torch.ones(4))
 
 
 def test_what_is_gathered_counts_no_more_after_a_failure(fake_world: int) -> None:

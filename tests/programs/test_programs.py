@@ -16,6 +16,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime import compat
 
 MODES = [EAGER, AOT_EAGER]
 
@@ -108,6 +109,45 @@ def test_gradients_of_chosen_parameters_between_microbatches(mode: str, strategy
     assert_gradients(model, alone)
 
 
+class Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Biases(nn.Sequential):
+    """All biases have the same gradient."""
+
+    block = Bias
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(nn.Linear(8, 8), *(Bias() for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().forward(x).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize(("strategy", "count"), [(1, 2), (2, 2), (3, 2), (3, 4)])
+@on_ranks(2)
+def test_equal_gradients_of_several_units(strategy: int, count: int) -> None:
+    model, call, alone = both(lambda: Biases(count), AOT_EAGER, sharding={"zero_dp_strategy": strategy})
+    (batch,) = parity.batches(1)
+    mean_loss(alone, batch).backward()
+    call(mine(batch)).backward()
+    assert_gradients(model, alone)
+    for chosen in range(1, count + 1):
+        for each in (model, alone):
+            each.zero_grad()
+        call(mine(batch)).backward(inputs=[model.module[chosen].weight])
+        mean_loss(alone, batch).backward(inputs=[alone[chosen].weight])  # type: ignore[index]
+        assert_gradients(model, alone)
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
 @on_ranks(2)
 def test_weights_of_tasks_by_gradient_norms() -> None:
     """GradNorm works: the loss of each task is weighted by the norm of its gradient in the last shared layer."""

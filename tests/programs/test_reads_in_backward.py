@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fsdp2, fully_shard_model
@@ -230,20 +231,71 @@ def test_shards_do_not_mix_with_a_ranks_own_values_in_backward() -> None:
     model = fully_shard_model(net, fsdp_unit_modules=[Block])
     weight = dict(net.named_parameters())["blocks.0.linear.weight"]
     own = torch.full((SIZE, SIZE), float(dist.get_rank()))
+    x = torch.ones(2, SIZE, requires_grad=True)
     for combine in (
         lambda: (weight * own).sum(),
+        lambda: (weight * own[0, 0]).sum(),
+        lambda: weight.detach().lerp_(weight.square(), own[:1, :1]),
         lambda: torch._foreach_add([weight], [own]),
+        lambda: torch._foreach_mul([weight], own[0, 0]),
         lambda: torch.equal(weight, own),
         lambda: weight.detach().copy_(own),
+        lambda: weight.t() * own,
+        lambda: weight.detach()[0].copy_(own[0]),
+        lambda: weight[own[0].long()],
+        lambda: weight.detach().index_put_((torch.tensor([0]),), own[0]),
     ):
         handle = net.head.register_full_backward_hook(lambda *_, combine=combine: print(combine()))
-        loss = model(torch.ones(2, SIZE, requires_grad=True)).sum()
+        loss = model(x).sum()
         with parity.raises_everywhere(RuntimeError, "'blocks.0.linear.weight', of which this is one rank's shard"):
             loss.backward()
         handle.remove()
         model.reset()
-    net.head.register_full_backward_hook(lambda *_: print(float(weight.mul(2).norm() * weight.sum())))
-    model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()
+
+    whole = weight.full_tensor()
+    found: list[tuple[Any, Tensor]] = []
+
+    def use(*_: Any) -> None:
+        """What no rank's own value is in is the same on all ranks; what one is in is ordinary."""
+        norm, scale = weight.norm(), distribute_tensor(own[0, 0].clone(), weight.device_mesh, [Replicate()])
+        found.extend(
+            [
+                ((weight * 2.0).norm() * weight.sum(), (whole * 2).norm() * whole.sum()),
+                ((weight * scale).sum(), torch.zeros(())),
+                (own.clone().add_(weight), own + whole),
+                (norm * own[0, 0], whole.norm() * dist.get_rank()),
+                (norm.expand(2)[own[0, :1].long()], whole.norm()[None]),
+                (torch.where(own[0, 0] > 0, norm, 0.0), whole.norm() * dist.get_rank()),
+            ]
+        )
+
+    net.head.register_full_backward_hook(use)
+    model(x).sum().backward()
+    assert [type(mine) is Tensor for mine, _ in found] == [False, False, True, True, True, True]
+    for mine, expected in found:
+        torch.testing.assert_close(mine if type(mine) is Tensor else mine.full_tensor(), expected)
+
+
+@on_ranks(2, timeout=60)
+def test_shards_do_not_mix_with_the_gradients_of_a_function() -> None:
+    class Scaled(torch.autograd.Function):
+        """Reads a shard that it has kept, and multiplies it with a sum over this rank's gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.weight = weight
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return gradient * (ctx.weight.detach() * gradient.sum()).sum().full_tensor(), None
+
+    net = Net("none")
+    model = fully_shard_model(net, fsdp_unit_modules=[Block])
+    weight = dict(net.named_parameters())["blocks.0.linear.weight"]
+    net.head.register_forward_pre_hook(lambda _, args: (Scaled.apply(args[0], weight.detach()),))
+    with parity.raises_everywhere(RuntimeError, "with an ordinary tensor of shape ()"):
+        model(torch.ones(2, SIZE) * (1 + dist.get_rank())).sum().backward()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="penalties at rest need torch 2.13")

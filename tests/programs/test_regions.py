@@ -212,6 +212,18 @@ def test_inductor(name: str) -> None:
             parity.close(key, regions.params[key], value)
 
 
+@pytest.mark.long
+@on_ranks(2)
+def test_dropout_that_draws_what_eager_code_draws() -> None:
+    """With Inductor's ``fallback_random``, regions call torch's generator as often and in the same order as hooks do."""
+    data = parity.batches(steps=2)
+    eager = parity.train_sharded(ManyDropout, EAGER, data, parity.sgd)
+    compiled = parity.train_sharded(ManyDropout, INDUCTOR, data, parity.sgd, inductor={"fallback_random": True})
+    (record,) = records(compiled.model)
+    assert record.regions
+    parity.assert_close(compiled, eager)
+
+
 @on_ranks(2)
 def test_an_attribute_of_one_unit_is_guarded() -> None:
     """A program that changes one layer after compiling gets what it asks for (torch's own regions do not see it)."""

@@ -123,6 +123,22 @@ def test_what_fails_alike_on_all_ranks_needs_no_reset(mode: str) -> None:
 
 
 @on_ranks(2, timeout=60)
+def test_gradients_of_a_backward_that_failed_do_not_wait() -> None:
+    """A backward of nothing but the input counts as no microbatch, also after one that failed halfway."""
+    data = parity.batches(2)[:, dist.get_rank()]
+    model, call, _ = make(EAGER)
+    hook = model.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with raises_everywhere(ZeroDivisionError):
+        call(data[0]).backward()
+    hook.remove()
+    model.zero_grad()
+    batch = data[1].clone().requires_grad_()
+    with model.no_sync():
+        torch.autograd.grad(call(batch), batch)
+    assert model.sharded.grad_sync.microbatches == 0
+
+
+@on_ranks(2, timeout=60)
 def test_the_others_are_told_why() -> None:
     data = parity.batches(2)[:, dist.get_rank()]
     model, call, optimizer = make(EAGER)

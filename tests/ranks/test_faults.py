@@ -141,6 +141,24 @@ def test_a_step_fails(mode: str, extended: bool) -> None:
     training.step(2)
 
 
+@on_ranks(2, timeout=60)
+def test_a_step_fails_halfway_on_all_ranks() -> None:
+    """Ranks have made equally many steps, but their rows are from before and after a part of one."""
+
+    class FailsEverywhere(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError("no memory for state")
+
+    training = Training()
+    training.optimizer = fully_shard_optimizer(FailsEverywhere(training.model.parameters(), lr=0.1))
+    training.call(training.x).backward()
+    with pytest.raises(MemoryError):
+        training.optimizer.step()
+    finds_steps_that_differ(training.model)
+
+
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("known", [0, 3])
 @on_ranks(2, timeout=90)

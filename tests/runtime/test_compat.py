@@ -181,6 +181,18 @@ def test_writes_are_found_in_dynamo_graphs() -> None:
         assert found == [0 if write is reading else 1], write
 
 
+def test_what_is_finished_before_groups_are_destroyed() -> None:
+    done: list[str] = []
+    with compat.fake_process_group(2), compat.finishing_first(lambda: done.append("in time")):
+        with compat.finishing_first(lambda: done.append("over")):
+            pass
+        dist.new_group([0, 1])
+        dist.destroy_process_group()
+        assert done == ["in time"]
+        assert not dist.is_initialized()
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+
+
 def test_tangents_are_known() -> None:
     seen: list[int] = []
 
@@ -439,6 +451,23 @@ def test_aot_eager_compiles_forward_backward_and_inference() -> None:
     assert len(finished) == 3
     assert partitions[0]["num_fwd_outputs"] == 1
     assert torch.equal(linear.weight.grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(("distinct", "calls"), [((), 1), ((torch.ops.aten.sin,), 2)])
+def test_equal_calls_stay_apart_in_a_partition(distinct: tuple[Any, ...], calls: int) -> None:
+    finished: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return compat.min_cut_partition(joint, inputs, distinct=distinct, **kwargs)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs, partition, finished.append)
+
+    compiled = torch.compile(lambda x: (x.sin() + 1) * (x.sin() + 2), backend=backend)
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+    sines = [node for node in finished[0].graph.nodes if node.target is torch.ops.aten.sin.default]
+    assert len(sines) == calls
 
 
 @pytest.mark.usefixtures("fake_world")

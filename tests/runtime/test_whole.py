@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.runtime import compat
 
 GATHER = "all_gather_into_tensor"
 CONFIG = LlamaConfig(50, 32, 2, 4, 2, 44)
@@ -148,9 +149,12 @@ def test_methods_other_than_forward() -> None:
     model = fully_shard_model(TwoWays(), fsdp_unit_modules=[nn.Linear])
     expected = gradients(model, model)
     model.zero_grad()
-    for mine, its in zip(gradients(model, model.score), expected, strict=True):  # of a parameter at rest, and a unit
-        torch.testing.assert_close(mine, its)
-    model.zero_grad()
+    if compat.DTENSOR_SUBCLASSES_DISPATCH:  # else torch cannot differentiate parameters at rest
+        for mine, its in zip(
+            gradients(model, model.score), expected, strict=True
+        ):  # of a parameter at rest, and a unit
+            torch.testing.assert_close(mine, its)
+        model.zero_grad()
     model.register_forward_method("score")
     assert all(map(torch.equal, gradients(model, model.score), expected))
     model.zero_grad()

@@ -19,6 +19,7 @@ __all__ = [
     "refuse",
     "refuse_own_values",
     "rows_among",
+    "tensors_are_own",
     "written_to",
 ]
 
@@ -89,18 +90,22 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     )
 
 
-def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
-    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own.
+def tensors_are_own() -> bool:
+    """Whether ordinary tensors may have other values on other ranks: in hooks and functions that a backward calls.
 
-    Operators of derivatives are not concerned: the gradient of a sum over all rows is the same on every rank.
+    They hold gradients and activations. Operators of derivatives are not concerned: the gradient of a sum over all rows
+    is the same on every rank. Neither are hooks of parameters, which see reduced gradients.
     """
-    is_scalar = not any(value.stride()) or value.numel() == 1
-    if isinstance(value, DTensor) or is_scalar or not compat.in_backward() or hooks_of_parameters.run:
-        return
-    if compat.is_called_by_backward():
+    return compat.in_backward() and not hooks_of_parameters.run and compat.is_called_by_backward()
+
+
+def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
+    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own."""
+    if not isinstance(value, DTensor) and tensors_are_own():
         raise RuntimeError(
             f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary tensor "
             f"of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different ranks. "
-            "Read module.parameter instead, which is the whole tensor in backward. What is the same on every rank, such as "
-            "a mask, can be applied in a hook of the parameter (parameter.register_hook), or between steps."
+            "Read module.parameter instead, which is the whole tensor in backward. What is the same on every rank can be "
+            "a Python number, or distribute_tensor(tensor, parameter.device_mesh, [Replicate()]); masks can also be applied "
+            "in a hook of the parameter (parameter.register_hook), or between steps."
         )

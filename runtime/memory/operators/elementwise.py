@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..redistribute import RowMove, move_rows, same_ranks, take_broadcast_rows
+from ..replicated import replicate
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write, refuse_own_values, rows_among, written_to
 from .gather import whole_of
@@ -56,6 +57,8 @@ _OVERWRITES = {
 }
 _ALIASES = {aten.detach.default, aten.alias.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+_OF_NUMBERS = {aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+"""Operators whose last argument has no dimensions. Of a sharded one, ranks without it hold an empty vector."""
 _MASKED = {aten.index_put_.default, aten.index_put.default}
 _PAIRS = {aten.view_as_real.default, aten.view_as_complex.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
@@ -76,12 +79,14 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].shape == args[1].shape
     if func in _FACTORIES:
         if tuple(args[1]) != tuple(args[0].shape):
-            return func(args[0]._local_tensor, *args[1:], **kwargs)
+            return replicate(func(args[0]._local_tensor, *args[1:], **kwargs), args[:1])
         return args[0].with_local(func(args[0]._local_tensor, args[0]._local_tensor.shape, *args[2:], **kwargs))
     if func in _PAIRS and args[0].row_split.holds_whole_rows:
         split = args[0].row_split
         split = split.as_pairs if func is aten.view_as_real.default else split.with_inner(split.row_shape[:-1])
         return RowShardedTensor.wrap(func(args[0]._local_tensor), split, args[0].topology, backing=args[0].backing)
+    if func in _OF_NUMBERS and isinstance(args[-1], RowShardedTensor):
+        return NotImplemented
     if (is_elementwise(func) and torch.Tag.nondeterministic_seeded not in func.tags) or (
         func in _MASKED and _is_masked(*args[:3])
     ):
@@ -137,6 +142,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # writes to moved rows would be lost
     for value, reference in pairs:
         refuse_own_values(func, value, reference)
+    for value in (*args, *kwargs.values()):
+        if lists and isinstance(value, Tensor):  # for all tensors of the lists
+            refuse_own_values(func, value, leaves[0])
     moved = _move_all(pairs)
     about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
     originals = {id(t._local_tensor): t for t in leaves}

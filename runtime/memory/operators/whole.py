@@ -16,7 +16,7 @@ from ... import compat
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, replicate
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse, written_to
+from .arguments import leaves_of, refuse, refuse_own_values, tensors_are_own, written_to
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
@@ -53,7 +53,9 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags:
         return args[0].reshaped_in_place(func, args, kwargs)
     originals = {id(locals_[id(t)]): t for t in writes}
-    is_ordinary = any(_makes_ordinary(t) for t in tensors)
+    ordinary = [t for t in tensors if not isinstance(t, DTensor)]
+    beside_rows = any(isinstance(t, RowShardedTensor) for t in tensors)
+    is_ordinary = any(_makes_ordinary(t, beside_rows) for t in ordinary) or (bool(ordinary) and tensors_are_own())
 
     def wrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -76,10 +78,15 @@ def _same_place(func: Any) -> bool:
     return is_elementwise(func) and func._schema.is_mutable
 
 
-def _makes_ordinary(tensor: Tensor) -> bool:
-    """Whether the result of an operator with this tensor is an ordinary one; not for numbers, as in torch's DTensors."""
+def _makes_ordinary(tensor: Tensor, beside_rows: bool) -> bool:
+    """Whether the result of an operator with this ordinary tensor is one, too; not for numbers, as in torch's DTensors.
+
+    Torch's numbers are tensors of one element. Beside results that every rank holds, they have no dimensions: the losses
+    of a batch of one are not to be something else than those of a batch of two.
+    """
     has_values = tensor.is_floating_point() or tensor.is_complex()  # and is no index or mask
-    return not isinstance(tensor, DTensor) and has_values and (tensor.ndim > 0 or tensor.requires_grad)
+    is_number = tensor.numel() == 1 if beside_rows else tensor.ndim == 0
+    return has_values and (not is_number or tensor.requires_grad)
 
 
 def _has_dtensors(tensors: Sequence[Tensor]) -> bool:
@@ -95,15 +102,19 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
                 f"{func} would write to values of a view of the sharded parameter {tensor.view_of!r}, and not reach it, because "
                 "autograd records. Write to views of parameters under torch.no_grad()."
             )
-    if spread and not is_elementwise(func):
-        for tensor in leaves_of(args, kwargs):
-            if (
-                not isinstance(tensor, DTensor)
-                and tensor.ndim
-                and tensor.is_floating_point()
-                and not any(tensor is w for w in writes)
-                and func not in _TAKE_VALUES
-            ):
+    ordinary = [tensor for tensor in leaves_of(args, kwargs) if not isinstance(tensor, DTensor)]
+    if ordinary and (spread or writes) and all(isinstance(tensor, DTensor) for tensor in writes):
+        if spread:
+            refuse_own_values(func, ordinary[0], _base(spread[0]))  # type: ignore[arg-type]
+        elif tensors_are_own():
+            raise RuntimeError(
+                f"{func} in backward writes values of an ordinary tensor of shape {tuple(ordinary[0].shape)}, which is this "
+                "rank's own, to a result that is the same on every rank, such as a norm of a parameter. Write to a copy of "
+                "it (result.full_tensor().clone()), or compute another result."
+            )
+    if spread and not is_elementwise(func) and func not in _TAKE_VALUES:
+        for tensor in ordinary:
+            if tensor.numel() > 1 and tensor.is_floating_point() and not any(tensor is w for w in writes):
                 refuse(func, (_base(spread[0]), tensor), {})
 
 
