@@ -2,27 +2,32 @@
 
 An HTML comment in front of a block, which readers do not see, says how:
 
-    <!-- run: NAME -->              in this process, as one rank of four, of which the others are fake. NAME is in
-                                    :data:`WORLDS`, which says what is already defined for the block
-    <!-- run: NAME in a world of 8 -->   the same, as one rank of eight
-    <!-- run: NAME without a process group -->
-    <!-- run: NAME on 2 ranks -->   on so many real ranks (gloo)
+    <!-- setup -->                  what the page's blocks begin with; it is run in front of each block that is "after the
+                                    set-up": the last one above it
+    <!-- run: on 2 ranks -->        on so many real ranks (gloo), whose process group exists already
+    <!-- run: program on 2 ranks -->   a whole program, which ``make long`` also runs unchanged, started by torchrun
+    <!-- run: as one of 8 ranks --> in this process, as the first of so many ranks, of which the others are fake
+    <!-- run: without a process group -->
+    <!-- run: on 2 ranks, after the set-up -->   also with the others
     <!-- run: shell NAME -->        commands, one after the other, in a folder that NAME of :data:`FOLDERS` has filled
-    <!-- goes on -->                continues the block before, with its variables; commands run in its folder
+    <!-- goes on -->                continues the block before, with its names; commands run in its folder
     <!-- prints -->                 the output of the block before; ``...`` stands for anything
     <!-- check: commands -->        commands that are not run, but must exist with their options
     <!-- check: schedule -->        a schedule file
     <!-- not run: REASON -->        REASON is in :data:`NOT_RUN`; Python is compiled
 
-``run`` and ``prints`` may end in ``, long``, which leaves them to ``make long``. Blocks are computed on the CPU and
-operator by operator, so that hundreds of lines take seconds: ``"cuda"`` becomes ``"cpu"``, and ``inner`` is
-``"aot_eager"`` unless a block sets it. ``make long`` runs whole programs unchanged.
+``run`` and ``prints`` may end in ``, long``, which leaves them to ``make long``. What is run is what readers see: a
+set-up and a block are a program, with every import, and with the command that starts as many ranks as the comment says.
+The test adds two things. ``init_process_group`` and ``destroy_process_group`` do nothing where the test has a group.
+Blocks are compiled operator by operator, so that hundreds of lines take seconds: ``inner`` is ``"aot_eager"`` unless a
+block sets it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import contextlib
 import importlib
 import io
@@ -30,6 +35,7 @@ import json
 import os
 import re
 import shlex
+import symtable
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +47,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from markdown_it import MarkdownIt
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,7 +62,11 @@ NOT_RUN = {
 }
 COLUMNS = "137"
 """Columns of the terminal that commands print to, as wide as pages are."""
-KINDS = ("run", "goes on", "prints", "check", "not run")
+KINDS = ("setup", "run", "goes on", "prints", "check", "not run")
+PLACES = re.compile(
+    r"(?:(?P<program>program )?on (?P<ranks>\d+) ranks|as one of (?P<world>\d+) ranks|without a process group)(?P<after>, after the set-up)?"
+)
+"""Where Python is run."""
 
 
 @dataclass(frozen=True)
@@ -93,39 +102,58 @@ class Cell:
 
     Args:
         blocks: Blocks of code.
+        setup: The set-up above them on the page, if they are run after it; for blocks that are not run, the last one.
         prints: Output of the blocks, where the page shows it.
     """
 
     blocks: list[Block]
+    setup: Block | None = None
     prints: list[Block] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self._where("after") and self.first.kind != "not run":
+            self.setup = None
+
+    def _where(self, name: str) -> str:
+        found = PLACES.fullmatch(self.first.how) if self.first.kind == "run" else None
+        return found[name] or "" if found else ""
 
     @property
     def first(self) -> Block:
         return self.blocks[0]
 
     @property
-    def world(self) -> str:
-        return self.first.how.split()[0]
-
-    @property
     def world_size(self) -> int:
-        """World size if this process is one rank and the others are fake; 0 if there is no process group."""
-        found = re.search(r" in a world of (\d+)$", self.first.how)
-        return int(found[1]) if found else 0 if self.first.how.endswith("without a process group") else 4
+        """World size if this process is one rank and the others are fake; else 0."""
+        return int(self._where("world") or 0)
 
     @property
     def ranks(self) -> int:
         """Number of real ranks; 0 if there are none."""
-        found = re.search(r" on (\d+) ranks$", self.first.how)
-        return int(found[1]) if found else 0
+        return int(self._where("ranks") or 0)
+
+    @property
+    def is_program(self) -> bool:
+        return bool(self._where("program"))
 
     @property
     def is_long(self) -> bool:
         return any(block.is_long for block in [*self.blocks, *self.prints])
 
+    @property
+    def source(self) -> str:
+        """The program that a reader puts together: the set-up and the blocks."""
+        return "".join(block.text for block in [*([self.setup] if self.setup else []), *self.blocks])
+
+    @property
+    def visible_ranks(self) -> int:
+        """Number of ranks that the program says it is started with, last; 0 if it says nothing."""
+        found = re.findall(r"torchrun (?:--nnodes=(\d+) )?--nproc-per-node=(\d+)", self.source)
+        return int(found[-1][0] or 1) * int(found[-1][1]) if found else 0
+
     def parts(self) -> list[tuple[str, str]]:
-        """Blocks of code, each with its output ("" if the page does not show it)."""
-        found = []
+        """The set-up and the blocks of code, each with its output ("" if the page does not show it)."""
+        found = [("\n" * self.setup.line + self.setup.text, "")] if self.setup else []
         for block in self.blocks:
             following = [other.line for other in self.blocks if other.line > block.line]
             wanted = [o.text for o in self.prints if block.line < o.line and all(o.line < line for line in following)]
@@ -134,7 +162,7 @@ class Cell:
 
 
 _COMMENT = re.compile(
-    r"<!--\s*(?P<kind>run|goes on|prints|check|not run)\s*(?::\s*(?P<how>.*?))?(?P<long>,\s*long)?\s*-->\s*$"
+    r"<!--\s*(?P<kind>setup|run|goes on|prints|check|not run)\s*(?::\s*(?P<how>.*?))?(?P<long>,\s*long)?\s*-->\s*$"
 )
 
 
@@ -164,14 +192,35 @@ def blocks_of(page: Path) -> list[Block]:
 def cells_of(blocks: Sequence[Block]) -> list[Cell]:
     """Return the cells of a page in order, including those that are only checked."""
     found: list[Cell] = []
+    setup = None
     for block in blocks:
-        if block.kind == "goes on" and found:
+        if block.kind == "setup":
+            setup = block
+        elif block.kind == "goes on" and found:
             found[-1].blocks.append(block)
         elif block.kind == "prints" and found:
             found[-1].prints.append(block)
         else:
-            found.append(Cell([block]))
+            found.append(Cell([block], setup))
     return found
+
+
+def undefined_names(source: str) -> list[str]:
+    """Return names that a program uses, here or in its functions, and never defines."""
+    module = symtable.symtable(source, "page", "exec")
+    defined = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    found = set()
+
+    def visit(table: symtable.SymbolTable) -> None:
+        for symbol in table.get_symbols():
+            is_of_module = table is module or symbol.is_global()
+            if is_of_module and symbol.is_referenced() and symbol.get_name() not in defined:
+                found.add(symbol.get_name())
+        for child in table.get_children():
+            visit(child)
+
+    visit(module)
+    return sorted(name for name in found if not hasattr(builtins, name) and name not in ("__name__", "__file__"))
 
 
 def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> bool:
@@ -194,142 +243,8 @@ def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> 
 # -- running Python ---------------------------------------------------------------------------------------------------
 
 
-def _basics() -> dict[str, Any]:
-    """Names that blocks use without importing them, as lines of a program that has imported them."""
-    import mfsdp_compile
-    from mfsdp_compile.models.llama import Block as LlamaBlock
-    from mfsdp_compile.models.llama import Llama, LlamaConfig
-
-    return {
-        "__name__": "__main__",
-        "torch": torch,
-        "nn": nn,
-        "dist": dist,
-        "mfsdp_compile": mfsdp_compile,
-        "Block": LlamaBlock,
-        "Llama": Llama,
-        "LlamaConfig": LlamaConfig,
-        **{name: getattr(mfsdp_compile, name) for name in mfsdp_compile.__all__ if not name.startswith("_")},
-    }
-
-
-def _unsharded() -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    names = _basics()
-    config = names["LlamaConfig"](vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
-    inputs = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return {**names, **inputs, "config": config, "init_device_mesh": init_device_mesh, "model": names["Llama"](config)}
-
-
-def _training() -> dict[str, Any]:
-    """A sharded model, compiled and not compiled, its optimizer, and other names of a training loop."""
-    names = _unsharded()
-    model = names["fully_shard_model"](names["model"], fsdp_unit_modules=[names["Block"]])
-    optimizer = names["fully_shard_optimizer"](torch.optim.AdamW(model.parameters()))
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    batches = [(names["tokens"], names["targets"])] * 3
-    compiled = torch.compile(model, backend="mfsdp")
-    more = {"model": model, "optimizer": optimizer, "schedule": schedule, "batches": batches, "compiled": compiled}
-    return {**names, **more, "step": 100}
-
-
-def _tensor() -> dict[str, Any]:
-    """A model, and its division over two tensor-parallel ranks."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    columns = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
-    plan: dict[str, Any] = {f"layers.*.{name}": ColwiseParallel() for name in columns}
-    plan |= {f"layers.*.{name}": RowwiseParallel() for name in ("attention.out", "feed_forward.down")}
-    return {**_unsharded(), "parallelize_module": parallelize_module, "dp": 2, "tp": 2, "plan": plan}
-
-
-def _experts() -> dict[str, Any]:
-    """A mixture of experts, built for the ranks of a group."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
-
-    config = MoeConfig(64, 32, 2, 4, 2, 48, experts=4, chosen=2)
-
-    def build(expert_group: dist.ProcessGroup) -> nn.Module:
-        torch.manual_seed(0)
-        return MoeLlama(config, expert_group)
-
-    return {**_basics(), "init_device_mesh": init_device_mesh, "Model": build, "Block": MoeBlock}
-
-
-def _demo() -> dict[str, Any]:
-    """The model of ``mfsdp demo``, with three layers."""
-    names = _basics()
-    torch.manual_seed(0)
-    model = names["fully_shard_model"](
-        names["Llama"](names["LlamaConfig"](layers=3)), fsdp_unit_modules=[names["Block"]]
-    )
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    return {**names, "model": model, "tokens": tokens, "targets": tokens}
-
-
-def _passes() -> dict[str, Any]:
-    """Names that a file of this package's passes imports."""
-    from torch import fx
-
-    from mfsdp_compile.passes import roles
-    from mfsdp_compile.passes.context import Context, Report
-    from mfsdp_compile.passes.phase import Phase
-
-    return {**_training(), "fx": fx, "roles": roles, "Context": Context, "Phase": Phase, "Report": Report}
-
-
-def _folder() -> dict[str, Any]:
-    """A Hugging Face folder, ``llama-folder``."""
-    if dist.get_rank() == 0:
-        _llama().save_pretrained("llama-folder")
-    dist.barrier()
-    return _basics()
-
-
-def _megatron() -> dict[str, Any]:
-    """Names that a script for Megatron has built, with our Llama in place of its GPT."""
-    names = _unsharded()
-    from mfsdp_compile import megatron
-
-    def build(config: Any) -> nn.Module:
-        return names["Llama"](names["config"])
-
-    return {
-        **names,
-        "argparse": argparse,
-        "add_megatron_fsdp_arguments": megatron.add_megatron_fsdp_arguments,
-        "config_from_arguments": megatron.config_from_arguments,
-        "TransformerLayer": names["Block"],
-        "LanguageModelEmbedding": nn.Embedding,
-        "GPTModel": build,
-        "build": build,
-        "model_config": megatron.TransformerConfig(),
-        "loss_fn": lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
-        "folder": "checkpoint",
-    }
-
-
-WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "program": dict,
-    "nothing": _basics,
-    "unsharded": _unsharded,
-    "training": _training,
-    "tensor": _tensor,
-    "experts": _experts,
-    "demo": _demo,
-    "passes": _passes,
-    "folder": _folder,
-    "megatron": _megatron,
-}
-
-
 @contextlib.contextmanager
-def _small_steps(is_program: bool) -> Iterator[None]:
+def _small_steps() -> Iterator[None]:
     """Compile operator by operator unless a block says how. A program finds its process group created."""
     from mfsdp_compile.backend import compile
     from mfsdp_compile.backend.options import CompileOptions
@@ -341,14 +256,14 @@ def _small_steps(is_program: bool) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(compile.CompileOptions, "of", staticmethod(quick)))
-        if is_program:
+        if dist.is_initialized():
             stack.enter_context(mock.patch.object(dist, "init_process_group", return_value=None))
             stack.enter_context(mock.patch.object(dist, "destroy_process_group", return_value=None))
         yield
 
 
-def run_python(page: str, world: str, parts: Sequence[tuple[str, str]], folder: str) -> str:
-    """Run blocks on this rank, in ``folder``.
+def run_python(page: str, parts: Sequence[tuple[str, str]], folder: str) -> str:
+    """Run a set-up and blocks on this rank, in ``folder``.
 
     Returns how the output differs from the page, on the first rank; else "".
     """
@@ -356,14 +271,13 @@ def run_python(page: str, world: str, parts: Sequence[tuple[str, str]], folder: 
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with warnings.catch_warnings(), _small_steps(world == "program"):
+        with warnings.catch_warnings(), _small_steps():
             warnings.simplefilter("ignore")
-            names = WORLDS[world]()
+            names: dict[str, Any] = {"__name__": "__main__"}
             for source, wanted in parts:
                 out = io.StringIO()
-                code = compile(source.replace('"cuda"', '"cpu"'), str(ROOT / page), "exec")
                 with contextlib.redirect_stdout(out):
-                    exec(code, names)
+                    exec(compile(source, str(ROOT / page), "exec"), names)
                 if wanted and is_first and not prints_as(wanted, out.getvalue()):
                     wrong = f"{page} says that this is printed:\n{wanted}\nand it is\n{out.getvalue()}"
     finally:

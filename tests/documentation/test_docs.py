@@ -11,9 +11,12 @@ from typing import Any
 import documents
 import pytest
 import torch
-from documents import NOT_RUN, PAGES, ROOT, WORLDS, Block, Cell
+from documents import NOT_RUN, PAGES, PLACES, ROOT, Block, Cell
 from pool import Pools
 
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.models.llama import Block as LlamaBlock
+from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
@@ -22,7 +25,7 @@ BLOCKS = {page: documents.blocks_of(page) for page in PAGES}
 CELLS = [cell for blocks in BLOCKS.values() for cell in documents.cells_of(blocks)]
 PYTHON = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.language == "python"]
 COMMANDS = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.how.startswith("shell ")]
-PROGRAMS = [cell for cell in PYTHON if cell.world == "program" and cell.ranks]
+PROGRAMS = [cell for cell in PYTHON if cell.is_program]
 LONG_PROGRAMS = [cell for cell in PROGRAMS if cell.is_long]
 """Programs that only :func:`test_programs_as_they_are` runs."""
 
@@ -59,19 +62,36 @@ def _problem(block: Block) -> str:
             if any(cell.first is not block and block in cell.blocks + cell.prints for cell in CELLS)
             else "after what?"
         )
-    how = re.fullmatch(
-        r"(?:shell (?P<folder>\w+)|(?P<world>\w+)(?: on \d+ ranks| in a world of \d+| without a process group)?)",
-        block.how,
-    )
-    if how is None or (how["folder"] is None) == is_shell:
+    if block.kind == "setup":
+        return "" if any(cell.setup is block for cell in CELLS) else "no block is run after this set-up"
+    if is_shell and block.how.startswith("shell "):
+        folder = block.how.removeprefix("shell ")
+        return "" if folder in documents.FOLDERS else f"there is no folder {folder!r}"
+    how = PLACES.fullmatch(block.how)
+    if how is None or is_shell:
         return f"this cannot be run as {block.how!r}"
-    if how["folder"] is not None:
-        return "" if how["folder"] in documents.FOLDERS else f"there is no folder {how['folder']!r}"
-    return "" if how["world"] in WORLDS else f"there is no world {how['world']!r}"
+    (cell,) = (cell for cell in CELLS if cell.first is block)
+    if how["after"] and cell.setup is None:
+        return "no set-up is above it"
+    ranks = cell.ranks or cell.world_size
+    if cell.visible_ranks != ranks:
+        return f"it is run on {ranks or 'no'} ranks, and readers see torchrun with {cell.visible_ranks or 'no'}"
+    return ""
+
+
+WHOLE = ("a GPU is needed", "here, but by ")
+"""Reasons why blocks are not run that are whole programs all the same."""
+SEEN = [*PYTHON, *(c for c in CELLS if c.first.kind == "not run" and c.first.how.startswith(WHOLE))]
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.first.place) for cell in SEEN])
+def test_a_block_uses_only_names_that_readers_see(cell: Cell) -> None:
+    names = documents.undefined_names(cell.source)
+    assert not names, f"{cell.first.place} uses {', '.join(names)}, which neither it nor its set-up defines"
 
 
 def check_in_this_process(cell: Cell, folder: Path) -> None:
-    wrong = documents.run_python(cell.first.page, cell.world, cell.parts(), str(folder))
+    wrong = documents.run_python(cell.first.page, cell.parts(), str(folder))
     assert not wrong, wrong
 
 
@@ -99,8 +119,11 @@ def test_python_without_ranks(cell: Cell, tmp_path: Path) -> None:
 def test_the_pass_in_contributing() -> None:
     """The pass in CONTRIBUTING.md runs over every graph, with a bound that all buckets but one exceed."""
     (cell,) = (cell for cell in PYTHON if cell.first.page == "CONTRIBUTING.md")
-    names = WORLDS[cell.world]()
+    names: dict[str, Any] = {}
     exec(cell.first.text, names)
+    config = LlamaConfig(vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+    model = fully_shard_model(Llama(config), fsdp_unit_modules=[LlamaBlock])
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
     said: list[Any] = []
 
     def every_graph(graph: Any, context: Any, phase: Phase) -> Report:
@@ -109,7 +132,7 @@ def test_the_pass_in_contributing() -> None:
         return said[-1]
 
     options = {"inner": "aot_eager", "passes": [every_graph]}
-    torch.compile(names["model"], backend="mfsdp", options=options)(names["tokens"], names["targets"]).backward()
+    torch.compile(model, backend="mfsdp", options=options)(tokens, tokens).backward()
     forward, backward = said
     assert [line.partition(":")[0] for line in forward.lines] == ["layers.0", "layers.1"]
     assert backward.lines
@@ -118,7 +141,7 @@ def test_the_pass_in_contributing() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("cell", named([cell for cell in PYTHON if cell.ranks and cell not in LONG_PROGRAMS]))
 def test_python_on_ranks(cell: Cell, pools: Pools, tmp_path: Path) -> None:
-    pages = {"page": cell.first.page, "world": cell.world, "parts": cell.parts(), "folder": str(tmp_path)}
+    pages = {"page": cell.first.page, "parts": cell.parts(), "folder": str(tmp_path)}
     for wrong in pools.of(cell.ranks).run(documents.run_python, **pages):
         assert not wrong, wrong
 
@@ -128,12 +151,8 @@ def test_python_on_ranks(cell: Cell, pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cell", named(PROGRAMS))
 def test_programs_as_they_are(cell: Cell, tmp_path: Path) -> None:
     """Programs run unchanged, started by torchrun and compiled by Inductor. This takes minutes on two cores."""
-    source = "".join(block.text for block in cell.blocks)
     program = tmp_path / "train.py"
-    program.write_text(source)
-    found = re.search(r"torchrun --nproc-per-node=(\d+) train\.py", source)
-    assert found is not None, "its first line says how to start it"
-    assert int(found[1]) == cell.ranks
+    program.write_text(cell.source)
     documents.torchrun(cell.ranks, program, seconds=900)
 
 
@@ -189,15 +208,18 @@ def test_blocks_that_are_wrong_are_noticed(tmp_path: Path) -> None:
     indented = Block(str(page), 1, "python", "", "", "", False)
     assert "no comment" in _problem(indented)
     assert "no reason" in _problem(Block(str(page), 1, "", "", "not run", "too lazy", False))
+    assert "no block is run after" in _problem(Block(str(page), 1, "python", "", "setup", "", False))
+    assert documents.undefined_names("import a.b\nc = a\ndef f(x):\n    return [y + x + c + z for y in len(w)]") == [
+        "w",
+        "z",
+    ]
 
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
     assert torch.distributed.get_rank() == 0
-    assert "it is\nheads" in documents.run_python(
-        "README.md", "nothing", [("print('heads')", "tails\n")], str(tmp_path)
-    )
-    assert not documents.run_python("README.md", "nothing", [("print('heads')", "heads\n")], str(tmp_path))
+    assert "it is\nheads" in documents.run_python("README.md", [("print('heads')", "tails\n")], str(tmp_path))
+    assert not documents.run_python("README.md", [("print('heads')", "heads\n")], str(tmp_path))
 
 
 def test_contributing_says_where_things_are() -> None:
