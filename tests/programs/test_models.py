@@ -209,7 +209,8 @@ def test_generated_code_computes_gradients_in_place(name: str) -> None:
             if len(slot.shape) == 2 and not is_embedding(slot.name)
         }
         if matrices:
-            assert any(matrices <= written.get(name, set()) for name in reduced), (bucket.plan.name, matrices, written)
+            places = [place for name, place in written.items() if name in reduced or name.startswith("region_")]
+            assert any(matrices <= place for place in places), (bucket.plan.name, matrices, written)
     # Gathered weights are read in place.
     assert re.search(r"extern_kernels\.mm\(.*reinterpret_tensor\(\w+, \(\d+, \d+\), \(1, \d+\), \d+\)", forward)
 
