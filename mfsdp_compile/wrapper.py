@@ -147,7 +147,8 @@ class MegatronFSDP(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict with the keys of this module, or with those of :attr:`module`, which lack ``module.``."""
         inner = bool(state_dict) and not any(key.startswith("module.") for key in state_dict)
-        return (self.module if inner else super()).load_state_dict(state_dict, *args, **kwargs)
+        load = self.module.load_state_dict if inner else super().load_state_dict
+        return load(state_dict, *args, **kwargs)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
