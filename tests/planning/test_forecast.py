@@ -235,8 +235,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
     assert seconds[-1] < seconds[0]
     units_in_backward = DEMO.layers + 1  # all units but the embedding, which backward does not read
     assert gathers[0] > units_in_backward / 2  # ZeRO-3, except for units that fit where there is room
-    assert gathers[-1] == 0  # gathered once
-    assert gathers == sorted(gathers, reverse=True)
+    assert gathers[-1] == 0  # gathered once; in between, a faster schedule may gather more and overlap it
 
 
 def test_an_impossible_budget_is_refused() -> None:
