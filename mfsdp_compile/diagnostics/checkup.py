@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -105,7 +104,7 @@ def _gpus() -> Finding:
         )
         return Finding("GPUs", built)
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
-    driver = torch._C._cuda_getDriverVersion()
+    driver = compat.cuda_driver_version()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     about = f"CUDA {torch.version.cuda}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}, NCCL {nccl}"
     return Finding("GPUs", f"{torch.cuda.device_count()} x {names}; {about}")
@@ -151,26 +150,29 @@ def _collectives(backend: str, ranks: int) -> Finding:
 def _try_collectives(rank: int, say: Callable[[str], None]) -> None:
     """Run each collective that training needs, compare what it gives, and let rank 0 say how long each took."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
-    group, ranks = dist.new_group(timeout=LIMIT), dist.get_world_size()
+    name, ranks = dist.new_group(timeout=LIMIT).group_name, dist.get_world_size()
     numbers = torch.arange(1024.0, device=device)
     total = numbers * sum(range(1, ranks + 1))
     mine = numbers * (rank + 1)
 
     collectives: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
         "all-gather": (
-            lambda: funcol.all_gather_tensor(mine, 0, group),
+            lambda: compat.wait_tensor(compat.all_gather(mine, ranks, name)),
             torch.cat([numbers * (each + 1) for each in range(ranks)]),
         ),
-        "reduce-scatter": (lambda: funcol.reduce_scatter_tensor(mine.repeat(ranks), "sum", 0, group), total),
-        "all-reduce": (lambda: funcol.all_reduce(mine, "sum", group), total),
+        "reduce-scatter": (
+            lambda: compat.wait_tensor(compat.reduce_scatter(mine.repeat(ranks), "sum", ranks, name)),
+            total,
+        ),
+        "all-reduce": (lambda: compat.wait_tensor(compat.all_reduce(mine, "sum", name)), total),
     }
     told = []
-    for name, (collective, expected) in collectives.items():
+    for what, (collective, expected) in collectives.items():
         collective()
         began = time.perf_counter()
         is_right = torch.equal(collective(), expected)  # waits for the collective, and the GPU
         if not is_right:
-            raise RuntimeError(f"{name} over {dist.get_backend()} gives wrong numbers on rank {rank}")
-        told.append(f"{name} {(time.perf_counter() - began) * 1e3:.2f} ms")
+            raise RuntimeError(f"{what} over {dist.get_backend()} gives wrong numbers on rank {rank}")
+        told.append(f"{what} {(time.perf_counter() - began) * 1e3:.2f} ms")
     if rank == 0:
         say(f"right: {', '.join(told)} (4 KiB)")

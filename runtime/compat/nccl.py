@@ -14,6 +14,7 @@ from .distributed import nccl_class, process_group
 
 __all__ = [
     "allocator_settings",
+    "cuda_driver_version",
     "deregister_memory",
     "memory_pool",
     "nccl_backend",
@@ -26,6 +27,11 @@ __all__ = [
 def allocator_settings() -> str:
     """Return the settings of torch's allocator of CUDA memory, from the environment: PyTorch 2.9's variable, or the older."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def cuda_driver_version() -> int:
+    """Return the newest version of CUDA that the driver supports: 1000 x major + 10 x minor."""
+    return int(torch._C._cuda_getDriverVersion())
 
 
 def nccl_backend(group: str, device: torch.device) -> Any:

@@ -74,7 +74,7 @@ class Lost:
 class _Neighbor:
     """A connection to a neighbor, over which nothing is sent."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, token: str) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
@@ -82,6 +82,7 @@ class _Neighbor:
                 connection.setsockopt(socket.IPPROTO_TCP, number, value)
         self.connection = connection
         self.rank = rank
+        self.token = token
 
     def is_open(self) -> bool:
         try:
@@ -115,6 +116,7 @@ class Lifeline:
             return
         self.leave()
         self._store, self._rank = store, dist.get_rank()
+        self._token = secrets.token_hex(16)  # a neighbor of the earlier ring may connect, or be accepted, only now
         if dist.get_world_size() == 1 or (host := compat.address_towards(store)) is None:
             return
         if self._server is None:
@@ -135,7 +137,11 @@ class Lifeline:
 
     def _look(self, store: dist.Store) -> None:
         while self._greeted:
-            self._neighbors.append(self._greeted.popleft())
+            neighbor = self._greeted.popleft()
+            if neighbor.token == self._token:
+                self._neighbors.append(neighbor)
+            else:
+                neighbor.connection.close()
         after = (self._rank + 1) % dist.get_world_size()
         lost = []
         if not self._has_called and store.check([_address_of(after)]):
@@ -146,7 +152,7 @@ class Lifeline:
                 try:
                     connection = socket.create_connection(tuple(address[:2]), timeout=compat.CONNECT_TIMEOUT)
                     connection.sendall(f"{address[2]} {self._rank}\n".encode())
-                    self._neighbors.append(_Neighbor(connection, after))
+                    self._neighbors.append(_Neighbor(connection, after, self._token))
                 except ConnectionRefusedError:
                     lost.append(after)
                 except OSError:  # the network may be at fault
@@ -194,9 +200,9 @@ class Lifeline:
             with contextlib.suppress(OSError):  # the other rank has not waited
                 connection, _ = server.accept()
                 connection.settimeout(REACH)
-                _, _, rank = (greeting := connection.recv(64).decode(errors="replace").strip()).partition(" ")
-                if rank.isdecimal() and greeting == f"{self._token} {rank}":
-                    self._greeted.append(_Neighbor(connection, int(rank)))
+                token, _, rank = connection.recv(64).decode(errors="replace").strip().partition(" ")
+                if rank.isdecimal() and token == self._token:
+                    self._greeted.append(_Neighbor(connection, int(rank), token))
                 else:
                     connection.close()
 

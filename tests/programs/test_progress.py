@@ -14,6 +14,8 @@ import torch
 import zoo
 
 from mfsdp_compile import progress
+from mfsdp_compile.backend import compile
+from mfsdp_compile.runtime import compat
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_world", "impatient")
 def test_compiling_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    compat.on_compilation(compile._dynamo_begins, compile._dynamo_ends)  # an earlier test may have reset Dynamo
     _model, call = parity.shard(parity.build(zoo.Plain), parity.AOT_EAGER)
     x = parity.batches(1)[0, 0]
     capsys.readouterr()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +24,8 @@ from pool import server
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.ranks.lifeline import Lifeline
 
 SECONDS = 30.0
 """Time within which every rank must have its error. It takes about three seconds."""
@@ -116,3 +120,21 @@ def test_a_lost_rank_is_noticed(phase: str, victim: int, way: str, tmp_path: Pat
     assert took < SECONDS
     how = "was killed or has crashed" if way == "kill" else "has ended"
     assert f"the process of rank {victim} {how}" in error
+
+
+def test_a_connection_of_an_earlier_ring_says_nothing_about_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group ends and another one begins in the same processes, while a neighbor's connection is on its way."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    line = Lifeline()
+    earlier, now = (compat.serve_store("127.0.0.1", timedelta(seconds=20)) for _ in range(2))
+    line.join(earlier)
+    host, port, token = json.loads(earlier.get("mfsdp/lifeline/0"))
+    line.join(now)
+    with socket.create_connection((host, port), timeout=5) as late:
+        late.sendall(f"{token} 1\n".encode())
+        late.settimeout(5)
+        assert late.recv(1) == b"", "the connection was taken for one of the new ring"
+    line.look(now)
+    assert line.lost(now, [1]) == []
+    line.leave()
