@@ -43,14 +43,19 @@ def preference_loss(model: Any, adapters: Any, chosen: Tensor, rejected: Tensor)
     return -F.logsigmoid(0.5 * (margin - reference)).mean()
 
 
+def sharded(mode: str) -> tuple[Any, Any, Any, Any]:
+    """Return a model with adapters that is sharded, its wrapper, what to call, and the same model in one process."""
+    whole, alone = adapted(), adapted()
+    model = fully_shard_model(whole, fsdp_unit_modules=[type(whole.base_model.model.model.layers[0])])
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    return whole, model, call, alone
+
+
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_preferences_with_adapters(mode: str) -> None:
     """LoRA trains with DPO: every step freezes the adapters, runs without gradients, and makes them trainable again."""
-    whole, alone = adapted(), adapted()
-    layer = type(whole.base_model.model.model.layers[0])
-    model = fully_shard_model(whole, fsdp_unit_modules=[layer])
-    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    whole, model, call, alone = sharded(mode)
     optimizer = fully_shard_optimizer(parity.sgd([p for p in model.parameters() if p.requires_grad]))
     its = parity.sgd([p for p in alone.parameters() if p.requires_grad])
     for step in range(3):
@@ -139,10 +144,7 @@ def test_adapters_on_a_quantised_model(mode: str, float8: bool, sharding: dict[s
 @on_ranks(2)
 def test_adapters_are_merged_and_taken_out_between_steps(mode: str) -> None:
     """Steps after a merge and its reversal are those of one process; the merged model is left without adapters."""
-    whole, alone = adapted(), adapted()
-    layer = type(whole.base_model.model.model.layers[0])
-    model = fully_shard_model(whole, fsdp_unit_modules=[layer])
-    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    whole, model, call, alone = sharded(mode)
     optimizers = [parity.sgd([p for p in each.parameters() if p.requires_grad]) for each in (model, alone)]
 
     def compare_weights(mine: nn.Module, its: nn.Module) -> None:
