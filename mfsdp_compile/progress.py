@@ -34,7 +34,7 @@ class _Work:
         self.steps: list[tuple[str, float]] = []
         self._ended = threading.Event()
         self._began = time.monotonic()
-        self._teller = threading.Thread(target=self._tell, name="mfsdp progress", daemon=True)
+        self._teller = threading.Thread(target=self._tell, name="mfsdp-progress", daemon=True)
         self._teller.start()
 
     def end(self) -> None:

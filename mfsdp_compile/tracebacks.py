@@ -7,42 +7,28 @@ passes through this package and nobody catches it, only the program's own lines 
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
-from ._package_paths import CHECKOUT, PACKAGE
 from .runtime import compat
+from .runtime.ranks.journal import PACKAGE_FOLDERS, TORCH_FOLDER, on_uncaught_exceptions
 
 __all__ = ["shorten_uncaught", "shortened"]
 
-_OWN = (str(PACKAGE), *(str(CHECKOUT / folder) for folder in ("passes", "runtime")))
-_TORCH = (compat.TORCH_FOLDER, "<frozen ")
 
-
+@functools.cache
 def shorten_uncaught() -> None:
     """Shorten what Python prints for an error that nobody catches, from now on."""
-    if not getattr(sys.excepthook, "shortens", False):
-        sys.excepthook = _Hook(sys.excepthook)
+    on_uncaught_exceptions(_shorten)
 
 
-class _Hook:
-    """An ``excepthook`` in front of another one, such as torch's, which names the rank in each line."""
-
-    shortens = True
-
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        try:
-            error = shortened(error)
-        except Exception:  # whatever happens, the error is printed
-            self._before(kind, error, traceback)
-        else:
-            self._before(type(error), error, error.__traceback__)
+def _shorten(error: BaseException, _: TracebackType | None) -> BaseException | None:
+    try:
+        return shortened(error)
+    except Exception:  # whatever happens, the error is printed
+        return None
 
 
 def shortened(error: BaseException) -> BaseException:
@@ -54,16 +40,16 @@ def shortened(error: BaseException) -> BaseException:
     if os.environ.get("MFSDP_TRACEBACK") == "full" or compat.wants_full_tracebacks():
         return error
     frames = list(_frames(error.__traceback__))
-    if not (any(_is_in(frame, _OWN) for frame in frames) or isinstance(error, compat.not_traceable())):
+    if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.not_traceable())):
         return error
     told = compat.inner_exception(error) if isinstance(error, compat.backend_failed()) else error
-    kept = [frame for frame in frames if not _is_in(frame, _OWN + _TORCH)]
+    kept = [frame for frame in frames if not _is_in(frame, (*PACKAGE_FOLDERS, TORCH_FOLDER, "<frozen "))]
     traceback = None
     for frame in reversed(kept):
         traceback = TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     if told is not error:
         told.__suppress_context__ = True
-        if _is_in(frames[-1], _OWN) and len(told.args) == 1:  # torch.fx adds which node it was executing
+        if _is_in(frames[-1], PACKAGE_FOLDERS) and len(told.args) == 1:  # torch.fx adds which node it was executing
             told.args = (str(told).partition("\n\nWhile executing %")[0],)
     if told.__cause__ is not None:
         told.__cause__ = shortened(told.__cause__)

@@ -108,9 +108,9 @@ class MfsdpAccelerator(accelerate.Accelerator):
             ValueError: If accelerate is configured to do something to the model that is impossible after sharding.
         """
         sharded = sharded_model(model)
-        if sharded is None and evaluation_mode and self.shard_for_evaluation is not None:
-            return self.shard_for_evaluation(model)
         if sharded is None:
+            if evaluation_mode and self.shard_for_evaluation is not None:
+                return self.shard_for_evaluation(model)
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return prepared
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:

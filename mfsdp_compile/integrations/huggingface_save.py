@@ -85,8 +85,8 @@ def write_whole(module: nn.Module, folder: Path, state: Mapping[str, Tensor], ma
 
     For modules for which :func:`can_stream` is false.
     """
-    kept = {name: state[given] for given in state if (name := inner_name(given)) in _meta(module, {})}
-    stored = _converted(module, kept)
+    saved = _meta(module, {})
+    stored = _converted(module, {name: state[given] for given in state if (name := inner_name(given)) in saved})
     layouts = _layouts(stored)
     files = split_into_files(layouts, max_shard_bytes)
     for file, names in files.items():

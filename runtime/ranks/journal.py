@@ -37,7 +37,17 @@ import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Entry", "Journal", "directory", "journal", "on_uncaught_exceptions", "program_line", "program_line_of"]
+__all__ = [
+    "PACKAGE_FOLDERS",
+    "TORCH_FOLDER",
+    "Entry",
+    "Journal",
+    "directory",
+    "journal",
+    "on_uncaught_exceptions",
+    "program_line",
+    "program_line_of",
+]
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -180,9 +190,12 @@ class Journal:
             return
         self._thread = threading.Thread(target=self._look_now_and_then, name="mfsdp-journal", daemon=True)
         self._thread.start()
-        on_uncaught_exceptions(lambda error, trace: self.write(f"{type(error).__name__}: {error}", trace))
+        on_uncaught_exceptions(self._write_uncaught)
         if threading.current_thread() is threading.main_thread():
             self._on_signals()
+
+    def _write_uncaught(self, error: BaseException, trace: TracebackType | None) -> None:
+        self.write(f"{type(error).__name__}: {error}", trace)
 
     def _on_signals(self) -> None:
         """Write the journal on SIGUSR1, and on SIGTERM, with which launchers end the other ranks when one has died.
@@ -258,9 +271,11 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
 
 _PACKAGE = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
 _RUNTIME = Path(compat.__file__).parents[1]
-_FOLDERS = (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes", Path(compat.TORCH_FOLDER))
-_OWN = (*(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__, "<")
-"""Paths of frames that are not the program's own. Context managers run in frames of contextlib. A source checkout has passes and runtime next to the package."""
+PACKAGE_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes"))
+"""Folders of this package's frames. A source checkout has passes and runtime next to the package."""
+TORCH_FOLDER = f"{compat.TORCH_FOLDER}{os.sep}"
+_OWN = (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, "<")
+"""Paths of frames that are not the program's own. Context managers run in frames of contextlib."""
 
 
 def _main_stack() -> traceback.StackSummary:
@@ -293,13 +308,19 @@ def _stacks() -> dict[str, list[str]]:
     }
 
 
-def on_uncaught_exceptions(call: Callable[[BaseException, TracebackType | None], Any]) -> None:
-    """Call a function with exceptions that end the program, and their tracebacks, before they are printed."""
+def on_uncaught_exceptions(call: Callable[[BaseException, TracebackType | None], BaseException | None]) -> None:
+    """Call a function with exceptions that end the program, and their tracebacks, before they are printed.
+
+    If it returns an exception, that one is printed instead.
+    """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        call(error, trace)
-        before(kind, error, trace)
+        told = call(error, trace)
+        if told is None:
+            before(kind, error, trace)
+        else:
+            before(type(told), told, told.__traceback__)
 
     sys.excepthook = hook
 
