@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Shard
 
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, recovery
 from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
@@ -470,13 +470,20 @@ class FSDPModule:
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model."""
+        """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model.
+
+        If ranks have diverged in that step, a collective: every rank calls this after its error, within four time limits of
+        the process group. The model gets new process groups, and code is compiled once more.
+        """
         state = _state(self)
         if state.name:
             raise ValueError(
                 f"reset_iter_state was called on module {state.name!r}: it is for the model as a whole. Call it on the "
                 "module that the last fully_shard was called on."
             )
+        if state.model.conduct.order.stalled is not None:
+            recovery.reset(state.model)
+            return
         state.model.leave_backward()
         state.model.eager.reset()
         state.model.zero_gradients()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from . import compat
 from .ranks.agreement import has_others
+from .ranks.collective_order import RESET
 from .ranks.watchdog import watchdog
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def recover(model: ShardedModel) -> None:
     stopped = f"stopped after {conduct.started} collectives with {conduct.failure}"
     model.eager.abandon()
     try:
+        conduct.order.check()
         # Ranks that are waiting for this one arrive here once they have timed out.
         conduct.agree("The step before failed", [stopped])
         model.eager.settle()
@@ -39,9 +41,9 @@ def recover(model: ShardedModel) -> None:
         for group in groups if has_others(members.agreeing) else ():
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
     except RuntimeError as error:
+        conduct.order.stalled = conduct.order.stalled or str(error)
         raise RuntimeError(
-            f"{error} This rank has {stopped}. Call model.reset() on every rank. Training can then continue from the "
-            "current weights."
+            f"{error} This rank has {stopped}. Call {RESET}. Training can then continue from the current weights."
         ) from None
     conduct.forget_failure()
     model.quantized.forget()

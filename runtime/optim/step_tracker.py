@@ -12,6 +12,7 @@ from .. import compat
 from ..memory.bucket import Bucket
 from ..memory.tensor import refuse_unreduced
 from ..ranks.agreement import everyones
+from ..ranks.collective_order import RESET
 from ..ranks.conduct import Conduct
 
 __all__ = ["StepTracker"]
@@ -86,8 +87,7 @@ class StepTracker:
         try:
             raise RuntimeError(
                 f"The last step of {type(self._running).__name__} over {self._conduct.name} was not finished on this "
-                "rank: some weights are from after it, others from before. Call model.reset() on every rank, and load "
-                "a checkpoint."
+                f"rank: some weights are from after it, others from before. Call {RESET}, and load a checkpoint."
             )
         except RuntimeError as error:
             self.fail(error)

@@ -41,6 +41,7 @@ from .lifeline import RankLost
 __all__ = [
     "ADVICE",
     "AT_REST",
+    "RESET",
     "STEP",
     "Agree",
     "Details",
@@ -53,11 +54,14 @@ __all__ = [
     "standstill",
 ]
 
+RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())"
+"""How to continue after ranks have diverged."""
+
 ADVICE = (
     "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
     "data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by zero), or decide for "
-    "all ranks together. Weights and optimizer state are those of the last optimizer step; model.reset() on every rank makes the "
-    "model usable again."
+    f"all ranks together. Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable "
+    "again."
 )
 
 AT_REST = "at rest"

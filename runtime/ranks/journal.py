@@ -15,7 +15,6 @@ the files of all ranks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -43,6 +42,7 @@ __all__ = [
     "Entry",
     "Journal",
     "directory",
+    "is_in_package",
     "journal",
     "on_uncaught_exceptions",
     "program_line",
@@ -132,6 +132,22 @@ class Journal:
         what = f"{started[-1]}, " if started and started[-1] != last.what else ""
         return f"{what}{last.what} of {last.model}, step {last.step}"
 
+    def has_started_beyond(self, counts: Mapping[str, int], models: Collection[str]) -> bool:
+        """Whether this rank has started a collective of these models later than as many as ``counts`` has for its group."""
+        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        return any(
+            launch["started"] and launch["number"] > counts.get(launch["group"], launch["number"])
+            for entry, after in self._with_counts_after(now)
+            if entry.model in models
+            for launch in _written(entry, after)["launches"]
+        )
+
+    def _with_counts_after(self, now: dict[str, int]) -> list[tuple[Entry, dict[str, int]]]:
+        """Return the entries, each with the number of collectives started at its end, by process group."""
+        entries = list(self._entries)
+        ends = [*(following.counts for following in entries[1:]), now]
+        return list(zip(entries, ends, strict=True)) if entries else []
+
     # -- writing it down ----------------------------------------------------------------------------------------------
 
     def write(self, why: str, trace: TracebackType | None = None) -> Path | None:
@@ -164,7 +180,6 @@ class Journal:
     def state(self, why: str, trace: TracebackType | None = None) -> dict[str, Any]:
         """Return the state of this rank as plain data; see :mod:`mfsdp_compile.diagnostics.hang` for the format."""
         now = {name: count for name in self._groups if (count := _started(name)) is not None}
-        entries = list(self._entries)
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
@@ -174,10 +189,7 @@ class Journal:
             "why": why,
             "torch": torch.__version__,
             "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
-            "entries": [
-                _written(entry, following.counts if following is not None else now)
-                for entry, following in itertools.zip_longest(entries, entries[1:])
-            ],
+            "entries": [_written(entry, after) for entry, after in self._with_counts_after(now)],
             "place": _place(traceback.extract_tb(trace) if trace is not None else _main_stack()),
             "stacks": _stacks(),
         }
@@ -280,6 +292,13 @@ _OWN = (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, "<")
 
 def _main_stack() -> traceback.StackSummary:
     return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])  # type: ignore[index]
+
+
+def is_in_package(frame: FrameType | None) -> bool:
+    """Whether a thread whose innermost frame this is runs code of this package, or code that such code calls."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def program_line(frame: FrameType | None) -> str | None:

@@ -40,8 +40,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .. import compat
-from .collective_order import Order, orders, standstill
-from .journal import journal, on_uncaught_exceptions, program_line
+from .collective_order import RESET, Order, orders, standstill
+from .journal import is_in_package, journal, on_uncaught_exceptions, program_line
 from .lifeline import Lifeline, ask
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
@@ -65,6 +65,9 @@ _log = logging.getLogger("mfsdp_compile")
 
 class Watched(Protocol):
     """The view of a sharded model that the watchdog needs."""
+
+    name: str
+    """Name of the model on all ranks."""
 
     @property
     def order(self) -> Order: ...
@@ -290,7 +293,7 @@ class Watchdog:
         what = what or journal.doing() or next(iter(live)).latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
-            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks live. "
+            f"state are those of the last optimizer step; {RESET} makes the model usable again where all ranks live. "
             f"The backend's error: {error}"
         ) from error
 
@@ -391,10 +394,12 @@ class Watchdog:
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
         self._look_for_lost(asked)
         for order, models in self._live().items():
+            mine = next((each for each in asked if each.order is order), None)
             if order.stalled is not None:
+                if mine is not None and not mine.is_last_resort:  # it was begun before this rank had learned of it
+                    self._answer(self._connection(), {mine.key}, _astray(order.stalled, dist.get_rank()))
                 continue
             state = order.epoch, order.events
-            mine = next((each for each in asked if each.order is order), None)
             if self._seen.get(order) != state:
                 self._seen[order] = state
                 self._due[order] = now, TICK
@@ -446,7 +451,7 @@ class Watchdog:
         begun = order.events + (mine is not None and mine.is_next)
         failed = _found(store, f"{_of(order.group)}/failed")
         is_of_others = failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch
-        if is_of_others and (begun > failed["number"] or _is_ahead(models, failed)):
+        if is_of_others and _waits_for(failed, order, models, begun, mine is not None):
             # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
@@ -582,14 +587,26 @@ def _collectives_started() -> dict[str, int]:
     return {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()}
 
 
-def _is_ahead(models: Collection[Watched], failed: dict[str, Any]) -> bool:
-    """Whether this rank has started a collective of the models that a rank that has failed has announced, but not started."""
-    for name in set().union(*(model.communicators for model in models)) & failed["counts"].keys():
-        group = compat.process_group(name)
-        is_in = failed["rank"] in dist.get_process_group_ranks(group)
-        if is_in and compat.collectives_started(group) > failed["counts"][name]:
-            return True
-    return False
+def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched], begun: int, asks: bool) -> bool:
+    """Whether this rank waits for something of the models that a rank that has failed has not begun.
+
+    Collectives of the program itself do not count. A program that handles the error may go on with them on all ranks.
+
+    Args:
+        failed: What that rank has told.
+        begun: Number of events that this rank has begun.
+        asks: Whether this rank waits in an agreement.
+    """
+    groups = {name for model in models for name in model.communicators}
+    counts = {
+        name: count
+        for name, count in failed["counts"].items()
+        if name in groups and failed["rank"] in dist.get_process_group_ranks(compat.process_group(name))
+    }
+    if asks or is_in_package(sys._current_frames().get(order.thread)):
+        started = _collectives_started()
+        return begun > failed["number"] or any(started[name] > count for name, count in counts.items())
+    return journal.has_started_beyond(counts, {model.name for model in models})
 
 
 def _astray(text: str, rank: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pool import on_ranks
 from test_order import Branches
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 
 SECONDS = 30.0
@@ -293,3 +293,62 @@ def test_one_rank_fails() -> None:
                 handle.remove()
 
     training.stalls(program, "a bad batch")
+
+
+@on_ranks(2, timeout=60)
+def test_a_program_that_handles_the_failure_of_one_rank() -> None:
+    """Its own collectives over the model's process group are not mistaken for waits for the rank that has failed."""
+    training = Training()
+    training.step(2)
+    group = training.mesh.get_group()
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("after the last gather")
+
+    handle = training.model.module.head.register_forward_hook(fail)
+    try:
+        training.evaluate()
+    except ValueError:
+        assert dist.get_rank() == 1
+    handle.remove()
+    begun = time.monotonic()
+    while time.monotonic() < begun + 4:  # it took two seconds to close the group
+        works(group)
+        time.sleep(0.1)
+    training.model.reset()
+    training.step()
+
+
+@on_ranks(2, timeout=60)
+def test_nobody_waits_after_an_error_that_calls_for_a_reset() -> None:
+    """A program that goes on without it gets the same error again at once; FSDP2's face has a reset, too."""
+    model = parity.build(lambda: Branches(2))
+    ranks = mesh()
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=ranks)
+    fsdp2.fully_shard(model, mesh=ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 8)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    model(x).backward()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"reset_iter_state\(\)"):
+        if dist.get_rank() == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # type: ignore[attr-defined]
+        optimizer.step()
+        step()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"reset_iter_state\(\)"):
+            step()
+    assert time.monotonic() < begun + SECONDS
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    step()
+    works(dist.group.WORLD)
