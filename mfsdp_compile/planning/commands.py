@@ -409,7 +409,8 @@ def _show(console: Console, forecast: Forecast) -> None:
         )
     elif not forecast.best.fits:
         console.print(
-            "No plan is sure to fit: the best one fits if less is reserved than in some published runs.", highlight=False
+            "No plan is sure to fit: the best one fits if less is reserved than in some published runs.",
+            highlight=False,
         )
     if forecast.smallest_world is not None:
         console.print(
