@@ -610,7 +610,7 @@ def ratios(section: str) -> str:
         for name, ratio in table.rows:
             drawing.text(0, y + 12, name, "soft")
             drawing.box(left, y, ratio * unit, 16, "gather" if name.startswith("mfsdp") else "shards", name)
-            drawing.text(left + ratio * unit + 6, y + 12, f"{ratio:.2f}", "small")
+            drawing.text(WIDTH, y + 12, f"{ratio:.2f}", "small", "end")
             y += 20
         drawing.line(left + unit, top - 4, left + unit, y, "border")
         y += 10
