@@ -7,7 +7,7 @@ Four schedules are simulated for each model, number of ranks and network:
 1. Every collective is awaited at once.
 2. Each gather starts one unit ahead of its use, and each reduction is awaited when the next one has started. A model
    gets this schedule if it is compiled without a memory budget.
-3. The solver, with the device's memory as its budget, as with ``options={"memory_budget": ...}``.
+3. The solver, with 92 % of the device's memory as its budget, as with ``options={"memory_budget": ...}``.
 4. The solver on a network that takes no time. This is the time of computation alone.
 
 The criterion: the solver leaves at most half as much communication exposed as one unit ahead does, wherever memory
@@ -19,8 +19,8 @@ no order can    more than half is exposed in every order of the same collectives
                 the reductions of a backward may also take longer than their computation (:func:`least_exposed`)
 missed          a better schedule may exist; it certainly does where one unit ahead fits and is faster
 
-A second table shows what host memory is worth: the solver's schedule with the device's memory as its budget, if optimizer
-state, shards or saved activations are in host memory, beside activation checkpointing, which takes time instead.
+A second table shows what host memory is worth: the solver's schedule with the same budget, if optimizer state, shards or
+saved activations are in host memory, beside activation checkpointing, which takes time instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Literal
 
 from published import GIB, run
 
+from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
@@ -140,12 +141,17 @@ class Way:
         return self.timeline.exposed_seconds
 
 
+def job_of(work: Workload, machine: Hardware) -> Job:
+    """Return a job whose schedules may use 92 % of the device's memory (72.8 GiB of an H100)."""
+    return Job(work, machine, budget=int(0.92 * machine.memory_bytes / (1 - SchedulePolicy().budget_reserve)))
+
+
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
 def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
-    job = Job(setting.work, machine)
+    job = job_of(setting.work, machine)
     free = Link(sys.float_info.max, 0.0)
     infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
     for name, overlap in (("no overlap", Overlap(False, False)), ("one ahead", Overlap())):
@@ -232,7 +238,7 @@ def rows(setting: Setting) -> Iterator[tuple[str, str]]:
         machine = hardware(name)
         found = {way.name: way for way in ways(setting, traced, machine)}
         candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
-        least = least_exposed(problem_of(Job(setting.work, machine), traced, candidate))
+        least = least_exposed(problem_of(job_of(setting.work, machine), traced, candidate))
         said = verdict(found, least)
         for way in found.values():
             if way.name == "unbounded":
@@ -265,7 +271,7 @@ def host_rows(setting: Setting) -> Iterator[str]:
     works = {of: replace(setting.work, activation_offload=of) for _, of in HOST_WAYS.values()}
     traces = {of: trace(work, machine, True) for of, work in works.items()}
     for name, (units, activations) in HOST_WAYS.items():
-        job, traced = Job(works[activations], machine, offload=units), traces[activations]
+        job, traced = replace(job_of(works[activations], machine), offload=units), traces[activations]
         row = planned(job, traced, candidate)
         if row.timeline is None:
             yield f"  {name:33} needs {row.needed / GIB:.1f} GiB of {job.usable / GIB:.1f}"

@@ -292,12 +292,26 @@ def run(
         simulate: Always simulate the other ranks.
         **defaults: Other defaults of the arguments.
     """
-    config = parse(documentation.splitlines()[0], rounds, simulate, defaults)
+    config, bounds = parse(documentation.splitlines()[0], rounds, simulate, defaults)
     facts = describe(config)
     print("\n".join(facts), flush=True)
     results = launch(measure, config)
     show(config, results)
     write(config, facts, results)
+    if missed := above(results, bounds):
+        raise SystemExit("\n".join(missed))
+
+
+def above(results: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
+    """Return a line for each system whose ratio to the baseline, in this run, is above its bound or was not measured."""
+    missed = []
+    for name, bound in bounds.items():
+        ratio = results.get(name, {}).get("ratio")
+        if ratio is None:
+            missed.append(f"{name}: no ratio was measured, to be at most {bound:g}")
+        elif ratio > bound:
+            missed.append(f"{name}: {ratio:.3f} is above {bound:g}")
+    return missed
 
 
 def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -312,7 +326,16 @@ def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, result
 
 
-def parse(description: str, rounds: int, simulate: bool, defaults: Mapping[str, int]) -> Config:
+def _bound(text: str) -> tuple[str, float]:
+    name, _, bound = text.rpartition("=")
+    if name not in SYSTEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not SYSTEM=RATIO with one of {', '.join(SYSTEMS)}")
+    return name, float(bound)
+
+
+def parse(
+    description: str, rounds: int, simulate: bool, defaults: Mapping[str, int]
+) -> tuple[Config, Mapping[str, float]]:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=gpus or 2)
@@ -330,10 +353,15 @@ def parse(description: str, rounds: int, simulate: bool, defaults: Mapping[str, 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", default="", help="folder of compile caches; a new one if not given")
     parser.add_argument("--out", default="", help="a JSON file to write")
+    parser.add_argument(
+        "--at-most", nargs="*", type=_bound, default=[], metavar="SYSTEM=RATIO", help="fail if a ratio is above this"
+    )
     parser.set_defaults(**defaults)
     given = vars(parser.parse_args())
+    bounds = dict(given.pop("at_most"))
     given["ranks"] = given["simulate"] or given["ranks"]
-    return Config(**given | {"systems": tuple(given["systems"]), "simulate": simulate or bool(given["simulate"])})
+    given |= {"systems": tuple(given["systems"]), "simulate": simulate or bool(given["simulate"])}
+    return Config(**given), bounds
 
 
 def describe(config: Config) -> list[str]:

@@ -1,5 +1,5 @@
 """The drawings of the documentation, made from what the package does: layouts of buckets, collectives of steps, simulated
-timelines, graphs.
+timelines, graphs; and from the tables of measurements.
 
 ``tests/documentation/test_drawings.py`` compares them with the files in ``docs/drawings``; with ``MFSDP_WRITE_DRAWINGS=1`` it writes these.
 """
@@ -565,6 +565,58 @@ def _reckoned(fewer: int, some: int) -> int:
     return some + each * (MANY - LAYERS)
 
 
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+MEASUREMENTS = FOLDER.parent / "performance.md"
+RELATIVE = re.compile(r"(against|relative to) FSDP2")
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A table's column of times in relation to FSDP2's.
+
+    Attributes:
+        title: Heading of the column.
+        rows: Name and ratio of each system that has one.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, float]]
+
+
+def measured(section: str) -> list[Ratios]:
+    """Return what the tables in a section of the page of measurements say."""
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", MEASUREMENTS.read_text(encoding="utf-8"), re.M | re.S)
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        header, _, *rows = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines())
+        for at, title in enumerate(header):
+            if RELATIVE.search(title):
+                named = ((row[0].replace("`", ""), row[at].partition(" ")[0]) for row in rows)
+                found.append(Ratios(title, [(name, float(ratio)) for name, ratio in named if ratio]))
+    return found
+
+
+def ratios(section: str) -> str:
+    """The ratios of a section's tables as bars, with a line where FSDP2 is."""
+    drawing = Drawing()
+    left, y = 300, 0.0
+    tables = measured(section)
+    unit = (WIDTH - left - 40) / max(ratio for table in tables for _, ratio in table.rows)
+    for table in tables:
+        drawing.text(0, y + 12, table.title, "head")
+        y += 20
+        top = y
+        for name, ratio in table.rows:
+            drawing.text(0, y + 12, name, "soft")
+            drawing.box(left, y, ratio * unit, 16, "gather" if name.startswith("mfsdp") else "shards", name)
+            drawing.text(WIDTH, y + 12, f"{ratio:.2f}", "small", "end")
+            y += 20
+        drawing.line(left + unit, top - 4, left + unit, y, "border")
+        y += 10
+    return str(drawing)
+
+
 DRAWINGS: Mapping[str, Callable[[], str]] = {
     "units": units,
     "bucket": bucket,
@@ -572,4 +624,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "timeline": timeline,
     "memory": memory,
     "regions": regions,
+    "step_time": functools.partial(ratios, "Step time"),
+    "host_overhead": functools.partial(ratios, "Host overhead"),
+    "checkpoints": functools.partial(ratios, "Checkpoints"),
 }

@@ -327,6 +327,7 @@ def describe(measured: Measured, name: str, ranks: int) -> Hardware:
         "host_link": f"{how}: a large copy and a small one, the slower direction",
         "host_memory_bandwidth": f"{how}: the best of {', '.join(measured.host_memory)}, on the CPU",
         "multiprocessors": "not counted: the efficiency is that of the shapes that were measured",
+        "power_watts": "not measured",
         "sustained_clock": "not measured: as in the short rounds of the measurements",
         "ranks_per_node": "not measured: the ranks that took part",
     }

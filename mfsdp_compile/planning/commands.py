@@ -22,14 +22,16 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.simulate import host_memory
+from mfsdp_compile.passes.solver.solve import gib
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
+from . import published
 from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of
-from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
+from .planner import Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
@@ -87,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(known_hardware())}; or a file of `mfsdp calibrate` (default: %(default)s)",
     )
     parser.add_argument(
-        "--budget", help=f"of a rank's memory, such as 70GiB (default: the device's, less {DEVICE_RESERVE:.0%}%)"
+        "--budget",
+        help="of what a rank's tensors take, such as 70GiB (default: the device's memory, less "
+        f"{published.MOST_RESERVED:.1%}% for what the allocator reserves besides)",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
@@ -286,17 +290,23 @@ def _ways_to_save(checkpoint: str, offload: str | None) -> Iterator[tuple[str, s
     return itertools.product(CHECKPOINT if tried else (checkpoint,), (offload,) if offload is not None else every)
 
 
-def _speed(forecast: Forecast) -> float:
-    """Return tokens per second of the best plan. If none fits, a negative number, larger for those that need less memory."""
+def _speed(forecast: Forecast) -> tuple[bool, float]:
+    """Return whether the best plan fits, and its tokens per second. Without one, a negative number, larger for those that
+    need less memory."""
     if forecast.best is None:
-        return -float(min(row.needed for row in forecast.rows))
-    return forecast.tokens_per_second(forecast.best)
+        return False, -float(min(row.needed for row in forecast.rows))
+    return forecast.best.fits, forecast.tokens_per_second(forecast.best)
 
 
 def _saving(work: Workload) -> str:
     """Return text such as ``checkpointing full, activations in host memory (auto)``."""
     kinds = {True: ", activations in host memory", "auto": ", activations in host memory (auto)"}
     return f"checkpointing {work.checkpoint}{kinds.get(work.activation_offload, '')}"
+
+
+def _remark(row: Planned, is_best: bool) -> str:
+    """Return text such as ``best, may not fit``."""
+    return ", ".join(text for text in ("best" if is_best else "", "" if row.fits else row.verdict) if text)
 
 
 def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast) -> None:
@@ -316,10 +326,10 @@ def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast
             f"{host / (1 << 30):,.1f}",
         ]
         if row.timeline is None:
-            table.add_row(*cells, "", "", "too much", style="dim")
+            table.add_row(*cells, "", "", row.verdict, style="dim")
         else:
             speed = f"{forecast.tokens_per_second(row):,.0f}"
-            table.add_row(*cells, f"{row.timeline.seconds:.3g} s", speed, "best" if forecast is best else "")
+            table.add_row(*cells, f"{row.timeline.seconds:.3g} s", speed, _remark(row, forecast is best))
     _print_table(console, table)
 
 
@@ -354,11 +364,14 @@ def _show(console: Console, forecast: Forecast) -> None:
         highlight=False,
     )
     console.print(
-        f"on {job.hardware.name}, {bytes_text(job.usable)} of a rank's memory to be used; all figures are simulated, tok/s are "
-        "tokens per second of one rank, kept is how many buckets stay gathered for the backward"
+        f"on {job.hardware.name}; all figures are simulated, GiB are what a rank's tensors take, tok/s are tokens per second "
+        "of one rank, kept is how many buckets stay gathered for the backward"
         f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
         highlight=False,
     )
+    console.print("assumes", highlight=False)
+    for line in assumptions(job):
+        console.print(f"- {line}", highlight=False, markup=False)
     pipelined = any(row.candidate.degrees.pipeline > 1 for row in forecast.rows)
     if pipelined:
         console.print(
@@ -387,19 +400,48 @@ def _show(console: Console, forecast: Forecast) -> None:
     for name in ("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", ""):
         table.add_column(name, justify="left" if name in ("sharding", "") else "right", no_wrap=True)
     for row in forecast.rows:
-        table.add_row(*_cells(forecast, row, pipelined, offloaded), style=None if row.fits else "dim")
+        table.add_row(*_cells(forecast, row, pipelined, offloaded), style=None if row.timeline else "dim")
     _print_table(console, table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
         console.print(
             f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}", highlight=False
         )
+    elif not forecast.best.fits:
+        console.print(
+            "No plan is sure to fit: the best one fits if less is reserved than in some published runs.",
+            highlight=False,
+        )
     if forecast.smallest_world is not None:
         console.print(
             f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}", highlight=False
         )
     else:
-        console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
+        console.print("It fits on no number of ranks with these units and this batch.", highlight=False)
+
+
+def assumptions(job: Job) -> list[str]:
+    """Return what a plan's numbers take for granted, and how far others like them were from published runs."""
+    machine = job.hardware
+    power = (
+        f"{machine.power_watts:g} W per device"
+        if machine.power_watts
+        else f"what {machine.name} had when it was measured"
+    )
+    least, most = f"{published.LEAST_RESERVED:.1%}", f"{published.MOST_RESERVED:.1%}"
+    allocated = f"predictions were {least} to {most} below what torch's allocator had reserved in published runs"
+    if (tightest := job.tightest) is not None:
+        of = f"of {gib(machine.memory_bytes)}, a plan fits up to {gib(job.usable)}, and may not fit up to {gib(tightest.usable)}"
+    else:
+        of = f"they are not part of the {gib(job.usable)} that tensors may take"
+    slow, fast = (f"{abs(error):.1%}" for error in published.TOKENS_OFF)
+    return [
+        "compiled with Inductor" if job.fused else "not compiled by Inductor: every operator by itself",
+        f"power limit: {power}; products at {machine.sustained_clock:.0%} of their rate in short measurements",
+        f"allocator's reserve: {allocated}; {of}",
+        f"error of tok/s: {slow} too low to {fast} too high in published runs that nothing was fitted to, "
+        f"{published.TOKENS_OFF_MEDIAN:.1%} in the median",
+    ]
 
 
 def _dtypes(work: Workload) -> str:
@@ -440,10 +482,10 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
         cells = [*limits, f"{len(row.planned.context.buckets):,}", f"{row.planned.needed / (1 << 30):,.1f}"]
         if (timeline := row.planned.timeline) is not None:
             exposed = percent_text(timeline.exposed_seconds, timeline.seconds)
-            cells += [f"{timeline.seconds:.4g} s", exposed, "best" if row is best else ""]
+            cells += [f"{timeline.seconds:.4g} s", exposed, _remark(row.planned, row is best)]
         else:
-            cells += ["", "", "too much"]
-        table.add_row(*cells, style=None if row.planned.fits else "dim")
+            cells += ["", "", row.planned.verdict]
+        table.add_row(*cells, style=None if timeline else "dim")
     _print_table(console, table)
     knee = knee_bytes(candidate, forecast.job.hardware)
     small = sum(info.gathered_bytes < knee for info in rows[0].planned.context.buckets)
@@ -459,7 +501,7 @@ def _cells(forecast: Forecast, row: Planned, pipelined: bool, offloaded: bool) -
     if offloaded:
         start.append(_host(forecast, row))
     if row.timeline is None or row.decisions is None:
-        return [*start, *[""] * (6 if pipelined else 5), "too much"]
+        return [*start, *[""] * (6 if pipelined else 5), row.verdict]
     exposed = [percent_text(row.timeline.exposed_seconds, row.timeline.seconds)]
     if pipelined:
         exposed.append(percent_text(row.idle, row.timeline.seconds) if row.candidate.degrees.pipeline > 1 else "")
@@ -470,7 +512,7 @@ def _cells(forecast: Forecast, row: Planned, pipelined: bool, offloaded: bool) -
         f"{forecast.mfu(row):.1%}",
         *exposed,
         f"{len(row.decisions.kept)}{_portions(row)}",
-        "best" if row is forecast.best else "",
+        _remark(row, row is forecast.best),
     ]
 
 
@@ -514,7 +556,7 @@ def _portions(row: Planned) -> str:
 
 def report_of(forecast: Forecast, row: Planned) -> StepReport:
     """Return the report of one of a forecast's rows, with its full timeline."""
-    job, traced = forecast.job, forecast.trace_of(row)
+    job, traced = forecast.job_of(row), forecast.trace_of(row)
     assert row.timeline is not None
     assert row.decisions is not None
     shown = replace(row, timeline=row.timeline)
@@ -530,7 +572,7 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
             ("pipeline", f"{microbatches} microbatches through {stages} stages, this is the {row.stage + 1}. of them")
         )
         numbers.append(("idle", f"{percent_text(row.idle, row.timeline.seconds)} of the step (predicted)"))
-    lines = problem_of(forecast.job_of(row), traced, row.candidate).lines(row.decisions)
+    lines = problem_of(job, traced, row.candidate).lines(row.decisions)
     host = host_memory(row.context.buckets, job.optimizer, traced.outlines[Phase.FORWARD].host_bytes)
     source = dict(job.hardware.sources)
     return StepReport(
@@ -547,6 +589,9 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
             "torch": torch.__version__,
             **{f"source of {name}": text for name, text in source.items()},
         },
-        notes=["Every number is simulated: nothing was run on the machines that this plan is for."],
+        notes=[
+            "Every number is simulated: nothing was run on the machines that this plan is for.",
+            *(f"Assumed: {line}" for line in assumptions(forecast.job)),
+        ],
         budget_bytes=job.usable,
     )

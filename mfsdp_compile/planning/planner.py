@@ -38,7 +38,7 @@ from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
 
-from . import offloading, one_f_one_b
+from . import offloading, one_f_one_b, published
 from .offloading import EVERY, NOTHING, OffloadedUnits
 from .trace_model import Trace, trace
 from .workloads import UNDIVIDED, Degrees, Workload
@@ -149,7 +149,7 @@ class Job:
     Args:
         work: The model and one rank's batch.
         hardware: Hardware of the machines.
-        budget: Bytes of a rank's memory. None: the device's memory, except for a reserve.
+        budget: Bytes that a rank's tensors may take. None: the device's memory, except for ``reserve``.
         optimizer: The optimizer whose state and step are counted.
         precision: Dtypes of shards and gradients. ``param_dtype`` is the workload's.
         prefetch, reshard: Fixed values for the options ``prefetch`` and ``reshard_after_forward``. None: the planner
@@ -167,6 +167,9 @@ class Job:
         microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
             of stages. Without a pipeline, a step has one.
         offload: Units in host memory. ``"auto"``: as many as a way to shard needs to fit, or more if that is faster.
+        reserve: Fraction of the device's memory that schedules leave free if there is no ``budget``. What does not fit so is
+            planned again with the least reserve that was enough in a published run, and then *may not fit*; see
+            :mod:`.published`.
 
     Raises:
         ValueError: If units are offloaded that are gathered quantized.
@@ -189,6 +192,7 @@ class Job:
     buffers: BufferPolicy = field(default_factory=BufferPolicy)
     microbatches: int | None = None
     offload: OffloadedUnits | Literal["auto"] = NOTHING
+    reserve: float = published.MOST_RESERVED
 
     def __post_init__(self) -> None:
         if self.offload != NOTHING and self.precision.param_comm_dtype is not None:
@@ -214,12 +218,15 @@ class Job:
     @property
     def usable(self) -> int:
         """Bytes that schedules may use."""
-        reserve = SchedulePolicy().budget_reserve if self.budget is not None else DEVICE_RESERVE
+        reserve = SchedulePolicy().budget_reserve if self.budget is not None else self.reserve
         return int((self.budget or self.hardware.memory_bytes) * (1 - reserve))
 
-
-DEVICE_RESERVE = 0.08
-"""Fraction of a device's memory for the CUDA context, NCCL's buffers and fragmentation. 6 GiB of an H100."""
+    @property
+    def tightest(self) -> Job | None:
+        """The same job with all memory that a published run could use. None if this one has it, or a ``budget``."""
+        if self.budget is not None or self.reserve <= published.LEAST_RESERVED:
+            return None
+        return replace(self, reserve=published.LEAST_RESERVED)
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,7 @@ class Planned:
             memory.
         idle: Seconds that this stage waits for other stages.
         offload: Units in host memory.
+        is_close: Whether it needs more than the job's ``reserve`` leaves, and less than published runs could use.
     """
 
     candidate: Candidate
@@ -248,10 +256,17 @@ class Planned:
     stage: int = 0
     idle: float = 0.0
     offload: OffloadedUnits = NOTHING
+    is_close: bool = False
 
     @property
     def fits(self) -> bool:
-        return self.timeline is not None
+        return self.timeline is not None and not self.is_close
+
+    @property
+    def verdict(self) -> Literal["fits", "may not fit", "does not fit"]:
+        if self.timeline is None:
+            return "does not fit"
+        return "may not fit" if self.is_close else "fits"
 
     @property
     def portion_size(self) -> int:
@@ -266,7 +281,8 @@ class Forecast:
     Args:
         job: What was planned for.
         rows: The plan for each candidate.
-        best: The fastest one that fits, by tokens per second and rank. None if none fits.
+        best: The fastest one that fits, by tokens per second and rank. If none does, the fastest that may not fit; None
+            if there is none either.
         smallest_world: Number of ranks of the smallest job that fits, a power of two times the smallest possible
             number. None if not even the largest fits.
         traces: Traces of the model, or of the stages of a pipeline, by the degrees that divide it.
@@ -284,8 +300,9 @@ class Forecast:
         return self.traces[self.best.candidate.degrees] if self.best is not None else next(iter(self.traces.values()))
 
     def job_of(self, row: Planned) -> Job:
-        """Return the job with the units that this plan offloads."""
-        return replace(self.job, offload=row.offload)
+        """Return the job with the units that this plan offloads, and the memory that it was planned with."""
+        job = self.job.tightest if row.is_close else None
+        return replace(job or self.job, offload=row.offload)
 
     def trace_of(self, row: Planned) -> Trace:
         """Return the trace that a plan uses for one rank."""
@@ -369,8 +386,10 @@ _DOUBLINGS = _HALVINGS = 4
 
 
 def best_size(rows: Sequence[Sizes]) -> Sizes | None:
-    """Return the sizes with the fastest step. Ties go to the least communication, then to the least memory."""
-    return min((row for row in rows if row.planned.fits), key=lambda row: _preference(row.planned, 1.0), default=None)
+    """Return the sizes with the fastest step, of those that fit if any do. Ties go to the least communication, then to
+    the least memory."""
+    possible = (row for row in rows if row.planned.timeline is not None)
+    return min(possible, key=lambda row: _preference(row.planned, 1.0), default=None)
 
 
 def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
@@ -460,8 +479,8 @@ def plan(
         for of in dict.fromkeys(candidate.degrees for candidate in tried)
     }
     rows = [planned(job, traces[candidate.degrees], candidate) for candidate in tried]
-    fitting = [row for row in rows if row.timeline is not None]
-    best = min(fitting, key=lambda row: _preference(row, _batches_per_rank(job, row.candidate)), default=None)
+    possible = [row for row in rows if row.timeline is not None]
+    best = min(possible, key=lambda row: _preference(row, _batches_per_rank(job, row.candidate)), default=None)
     smallest = [found for of, stages in traces.items() if (found := _smallest_world(job, stages, of)) is not None]
     return Forecast(job, rows, best, min(smallest, default=None), traces)
 
@@ -481,11 +500,12 @@ def traced_stages(
     return [found[stage] for stage in alike]
 
 
-def _preference(row: Planned, batches: float) -> tuple[float, float, int]:
-    """Return a sort key: time per batch to three digits, then communication per batch, then peak memory."""
+def _preference(row: Planned, batches: float) -> tuple[bool, float, float, int]:
+    """Return a sort key: those that fit, time per batch to three digits, communication per batch, peak memory."""
     assert row.timeline is not None
     sent = sum(exposure.seconds for exposure in row.timeline.exposures)
-    return float(f"{row.timeline.seconds / batches:.3g}"), sent / batches, row.timeline.peak_bytes
+    seconds = float(f"{row.timeline.seconds / batches:.3g}")
+    return row.is_close, seconds, sent / batches, row.timeline.peak_bytes
 
 
 def _stages(traced: Trace | Sequence[Trace]) -> Sequence[Trace]:
@@ -500,15 +520,26 @@ def planned(
     details: bool = False,
     stage: int | None = None,
 ) -> Planned:
-    """Plan one way to shard.
+    """Plan one way to shard. What does not fit is planned again with all memory that published runs could use.
 
     Args:
         traced: The model, or each stage of a pipeline.
         details: Also record spans and memory over time.
         stage: Stage of a pipeline to return memory and timeline of. None: the one that needs most memory.
     """
+    found = _planned(job, traced, candidate, details, stage)
+    if not found.fits and (tightest := job.tightest) is not None:
+        found = _planned(tightest, traced, candidate, details, stage)
+        return replace(found, is_close=found.fits)
+    return found
+
+
+def _planned(
+    job: Job, traced: Trace | Sequence[Trace], candidate: Candidate, details: bool, stage: int | None
+) -> Planned:
+    """Plan one way to shard with the memory that the job's schedules may use."""
     if job.offload == "auto":
-        return _with_offload(job, traced, candidate, details=details, stage=stage)
+        return _with_offload(job, traced, candidate, details, stage)
     if candidate.degrees.pipeline > 1:
         found = _Pipelined(job, _stages(traced), candidate).planned(stage, details)
         return replace(found, offload=job.offload)
@@ -517,17 +548,17 @@ def planned(
 
 
 def _with_offload(
-    job: Job, traced: Trace | Sequence[Trace], candidate: Candidate, *, details: bool, stage: int | None
+    job: Job, traced: Trace | Sequence[Trace], candidate: Candidate, details: bool, stage: int | None
 ) -> Planned:
     """Plan with as few units in host memory as fit, or with all if that is faster. If it fits without, nothing is offloaded."""
 
     def after(step: int) -> Planned:
         if step not in found:
             units = offloading.step_of(step, buckets)
-            found[step] = planned(replace(job, offload=units), traced, candidate, details=details, stage=stage)
+            found[step] = _planned(replace(job, offload=units), traced, candidate, details, stage)
         return found[step]
 
-    found = {0: planned(replace(job, offload=NOTHING), traced, candidate, details=details, stage=stage)}
+    found = {0: _planned(replace(job, offload=NOTHING), traced, candidate, details, stage)}
     buckets = found[0].context.buckets
     most = offloading.steps(buckets, candidate.topology())
     if found[0].fits or not after(most).fits:
@@ -538,7 +569,7 @@ def _with_offload(
         low, high = (low, middle) if after(middle).fits else (middle, high)
     units = len(offloading.modules_of(buckets))
     enough = [step for step in sorted({high, max(high, units), most}) if after(step).fits]
-    return after(min(enough, key=lambda step: _preference(after(step), 1.0)[0]))  # ties go to the fewest units
+    return after(min(enough, key=lambda step: _preference(after(step), 1.0)[1]))  # ties go to the fewest units
 
 
 def _planned_alone(job: Job, traced: Trace, candidate: Candidate, details: bool) -> Planned:
@@ -580,7 +611,7 @@ def _solved(job: Job, problem: StepOutlines, usable: int, reshard: bool | int | 
 
 def _too_small(job: Job) -> str:
     machine = job.hardware
-    return f"{gib(job.usable)}, {1 - DEVICE_RESERVE:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
+    return f"{gib(job.usable)}, {1 - job.reserve:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
 
 
 def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:
@@ -599,7 +630,7 @@ def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int 
 def _fits(job: Job, stages: Sequence[Trace], candidate: Candidate) -> bool:
     """Return whether the schedule that takes least memory fits."""
     if candidate.degrees.pipeline > 1:
-        return planned(replace(job, prefetch=0, reshard=True), stages, candidate).fits
+        return _planned(replace(job, prefetch=0, reshard=True), stages, candidate, False, None).fits
     if job.offload == "auto":
         job = replace(job, offload=OffloadedUnits(whole=EVERY))
     problem = problem_of(job, stages[0], candidate)

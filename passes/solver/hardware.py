@@ -71,6 +71,7 @@ class Hardware:
         sustained_clock: Fraction of the rate of products in short measurements that is left in training, where power
             and heat limit the clock. Scales products and attention. Where it was fitted to published training runs, it
             also holds what else makes their computation slower, such as gaps between kernels.
+        power_watts: Power limit of a device, in watts, for which these numbers hold. 0: not known.
         sources: Where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
     """
 
@@ -91,13 +92,14 @@ class Hardware:
     compute_slowdown: float = 0.0
     multiprocessors: int = 0
     sustained_clock: float = 1.0
+    power_watts: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         safe_name(self.name, "name")
         for name in (
             *("matmul_efficiency", "attention_efficiency", "memory_efficiency", "memory_bandwidth", "kernel_seconds"),
-            *("collective_seconds", "compute_slowdown", "host_memory_bandwidth", "sustained_clock"),
+            *("collective_seconds", "compute_slowdown", "host_memory_bandwidth", "sustained_clock", "power_watts"),
         ):
             _finite(getattr(self, name), f"{self.name}: {name}")
         for name in ("memory_bytes", "ranks_per_node", "multiprocessors"):
@@ -112,7 +114,7 @@ class Hardware:
         for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node", "host_memory_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
-        for name in ("kernel_seconds", "collective_seconds", "compute_slowdown", "multiprocessors"):
+        for name in ("kernel_seconds", "collective_seconds", "compute_slowdown", "multiprocessors", "power_watts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{self.name}: {name} cannot be negative, got {getattr(self, name)}")
         for link in (self.intra_node, self.inter_node, self.host_link):

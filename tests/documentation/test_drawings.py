@@ -35,7 +35,9 @@ def _drawings() -> ModuleType:
 
 
 drawings = _drawings()
-QUICK = ("units", "bucket")
+MEASURED = {"step_time": 9, "host_overhead": 6, "checkpoints": 3}
+"""Drawings of ratios on the page of measurements, and how many bars each has."""
+QUICK = ("units", "bucket", *MEASURED)
 OPERATORS = ("regions",)
 """Drawings of operators, whose numbers differ between versions of torch."""
 
@@ -60,6 +62,27 @@ def test_drawing(name: str) -> None:
     alike_enough = alike(drawn, kept, 0.0 if exact else NEAR) or (name in OPERATORS and not exact)
     assert alike_enough, f"{file} is old: MFSDP_WRITE_DRAWINGS=1 pytest {__file__}"
     ET.fromstring(kept)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_bars_are_the_ratios_of_the_tables(name: str) -> None:
+    """Each bar has its name and number in a row of the page, and all bars of a drawing have one scale."""
+    page = (TOOLS.parent / "performance.md").read_text(encoding="utf-8").replace("`", "")
+    above = page.partition(f"](drawings/{name}.svg)")[0].rpartition("\n## ")[2]
+    kept = ET.parse(drawings.FOLDER / f"{name}.svg").getroot()
+    bars = [rect for rect in kept if rect.tag.endswith("rect")]
+    numbers = [part.text for part in kept if part.tag.endswith("text") and part.get("class") == "small"]
+    assert len(bars) == len(numbers) == MEASURED[name]
+    scales = []
+    for bar, number in zip(bars, numbers, strict=True):
+        assert number is not None
+        system = "".join(bar.itertext())
+        row = rf"^\| {re.escape(system)} \|.* {float(number):g}0* (\(.*\) )?\|"
+        assert re.search(row, above, re.MULTILINE), (system, number)
+        scales.append(float(bar.attrib["width"]) / float(number))
+    assert max(scales) - min(scales) < 1.0
+    lines = [float(part.attrib["x1"]) - 300 for part in kept if part.tag.endswith("line")]
+    assert lines == pytest.approx([scales[0]] * len(lines), abs=1.0)
 
 
 def test_every_drawing_is_shown_on_a_page() -> None:

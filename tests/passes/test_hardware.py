@@ -19,7 +19,7 @@ from mfsdp_compile.planning.calibration import Effort, Measured, Timing, calibra
 
 FOLDER = Path(__file__).parents[2] / "passes" / "solver" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}
-OPTIONAL = {"compute_slowdown", "multiprocessors", "sustained_clock"}
+OPTIONAL = {"compute_slowdown", "multiprocessors", "sustained_clock", "power_watts"}
 GPUS = ["a100-ib", "b200-ib", "gb200-nvl72", "h100-eth", "h100-ib", "h200-ib"]
 
 # -- data files -------------------------------------------------------------------------------------------------------
@@ -133,6 +133,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compute_slowdown": -0.1}, "compute_slowdown cannot be negative"),
     ({"multiprocessors": -1}, "multiprocessors cannot be negative"),
     ({"multiprocessors": 1.5}, "multiprocessors"),
+    ({"power_watts": -1}, "power_watts cannot be negative"),
     ({"sustained_clock": 0}, "sustained_clock must be above 0 and at most 1, got 0"),
     ({"intra_node": {"bandwidth": 0, "latency": 0}}, "not a link"),
     ({"inter_node": {"bandwidth": 1e9, "latency": -1e-6}}, "not a link"),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.passes.schedule_file import ScheduleText
@@ -35,6 +37,7 @@ from mfsdp_compile.passes.solver.simulate import Stage, StartCopy, Timeline, hos
 from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
 from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
 from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_of, sizes
+from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKENS_OFF, TOKENS_OFF_MEDIAN
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
@@ -270,6 +273,80 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert forecast.best in fitting
     assert forecast.best.timeline.seconds <= 1.006 * min(row.timeline.seconds for row in fitting)
     assert forecast.smallest_world == 1
+
+
+def _on_memory(**given: Any) -> tuple[int, Callable[[float], Job]]:
+    """Return the bytes of the schedule that takes least, and a job on a device that has just so many times as many."""
+    least = _least(OffloadedUnits()).needed
+    return least, lambda times: Job(llama(10), replace(CPU, memory_bytes=int(times * least)), **given)
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        (1.01 / (1 - MOST_RESERVED), "fits"),
+        (0.99 / (1 - MOST_RESERVED), "may not fit"),
+        (1.01 / (1 - LEAST_RESERVED), "may not fit"),
+        (0.99 / (1 - LEAST_RESERVED), "does not fit"),
+    ],
+)
+def test_verdicts_follow_what_published_runs_had_reserved(times: float, verdict: str) -> None:
+    least, job_of = _on_memory()
+    job = job_of(times)
+    row = planned(job, traced_llama(10), Candidate(ZERO3, 4))
+    assert row.verdict == verdict
+    assert row.fits is (verdict == "fits")
+    assert (row.timeline is None) is (verdict == "does not fit")
+    reserve = MOST_RESERVED if row.fits else LEAST_RESERVED
+    if row.timeline is None:
+        assert f"{1 - LEAST_RESERVED:.0%} of what cpu has" in row.refusal
+    else:
+        assert least <= row.needed <= (1 - reserve) * job.hardware.memory_bytes
+    # A budget is what tensors may take: a prediction within it keeps it.
+    budget = int(times * least)
+    given = planned(replace(job, budget=budget), traced_llama(10), Candidate(ZERO3, 4))
+    assert given.verdict == ("fits" if (1 - SchedulePolicy().budget_reserve) * budget >= least else "does not fit")
+
+
+def test_what_fits_is_better_than_what_is_faster_and_may_not_fit() -> None:
+    _, job_of = _on_memory()
+    job = job_of(0.99 / (1 - MOST_RESERVED))
+    with mock.patch("mfsdp_compile.planning.planner.traced_stages", return_value=[traced_llama(10)]):
+        forecast = plan(job, [4, 64], [Candidate(ZERO3, 4), Candidate(ZERO3, 64)])
+        alone = plan(job, [4], [Candidate(ZERO3, 4)])
+    assert [row.verdict for row in forecast.rows] == ["may not fit", "fits"]
+    fast, safe = (row.timeline for row in forecast.rows)
+    assert fast is not None
+    assert safe is not None
+    assert fast.seconds < safe.seconds
+    assert forecast.best is forecast.rows[1]
+    assert forecast.smallest_world == 8
+    assert forecast.job_of(forecast.rows[0]).usable > forecast.job_of(forecast.rows[1]).usable == job.usable
+    assert alone.best is alone.rows[0]
+
+
+def test_units_are_offloaded_before_a_plan_may_not_fit() -> None:
+    _, job_of = _on_memory(offload="auto")
+    row = planned(job_of(0.99 / (1 - MOST_RESERVED)), traced_llama(10), Candidate(ZERO3, 4))
+    assert row.fits
+    assert row.offload != OffloadedUnits()
+
+
+def test_reserves_and_errors_are_those_of_published_runs() -> None:
+    """The numbers of a plan's assumptions are those of the benchmark's results, and of the page that shows them."""
+    root = Path(__file__).resolve().parents[2]
+    results = (root / "benchmarks" / "results" / "published.txt").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"[-+][\d.]+% +[\d,]+ +[\d.]+ +[\d.]+ +(-[\d.]+)%", results
+    )  # error, serial, GiB, predicted, error
+    page = (root / "docs" / "foresight.md").read_text(encoding="utf-8")
+    assert rows == re.findall(r"\| (-[\d.]+)% \|$", page, re.MULTILINE)
+    reserved = [-float(row) / 100 for row in rows]
+    assert len(reserved) == 9
+    assert (min(reserved), max(reserved)) == pytest.approx((LEAST_RESERVED, MOST_RESERVED))
+    held_out = re.search(r"held out: .* values ([\d.]+)%, from (\S+)% to (\S+)%", results)
+    assert held_out is not None
+    assert [float(text) / 100 for text in held_out.groups()] == pytest.approx([TOKENS_OFF_MEDIAN, *TOKENS_OFF])
 
 
 def test_a_real_process_group_is_left_alone(fake_world: int) -> None:
@@ -576,6 +653,39 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits" in shown
     assert "cannot be kept: the smallest schedule" in shown
+
+
+def test_command_states_its_assumptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a device with twice the memory of the smallest schedule it fits, with a little more than that it may not fit."""
+    arguments = ["plan", "--model", "demo", "--world", "8"]
+    job = Job(workload("demo"), hardware("h100-ib"), prefetch=0, reshard=True)
+    traced = trace(job.work, job.hardware, fused=True)
+    least = planned(job, traced, Candidate(ZERO3, 8)).needed
+    monkeypatch.setattr("mfsdp_compile.planning.planner.traced_stages", lambda *_, **__: [traced])
+    shown = {}
+    for times in (2.0, 1.1):
+        machine = replace(hardware("h100-ib"), memory_bytes=int(times * least))
+        (tmp_path / "small.json").write_text(machine.to_json())
+        html = tmp_path / f"{times}.html"
+        assert main([*arguments, "--hardware", str(tmp_path / "small.json"), "--html", str(html)]) == 0
+        shown[times] = " ".join(capsys.readouterr().out.split())
+        for stated in (
+            "compiled with Inductor",
+            "power limit: 700 W per device; products at 74% of their rate",
+            "predictions were 4.0% to 33.6% below what torch's allocator had reserved in published runs; of",
+            "a plan fits up to",
+            "error of tok/s: 13.7% too low to 26.3% too high",
+        ):
+            assert stated in shown[times].partition("ranks sharding")[0]
+            assert stated in " ".join(html.with_suffix(".txt").read_text().split())
+    assert "best, may not fit" in shown[1.1]
+    assert "No plan is sure to fit" in shown[1.1]
+    assert "best" in shown[2.0]
+    assert "No plan is sure to fit" not in shown[2.0]
+    assert main([*arguments, "--budget", "1GiB"]) == 0
+    assert "they are not part of the 0.99 GiB" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -77,3 +77,10 @@ def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("\n") == 1
     assert text.endswith("\n")
     assert text.split("\r\x1b[2K")[-1] == "mfsdp: sharding Net: reading 0 s: done after 0 s\n"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_work_without_steps_is_told_about(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.working("sharding Net"):
+        time.sleep(0.2)
+    assert "mfsdp: sharding Net: 0 s: done after 0 s" in capsys.readouterr().err.splitlines()
