@@ -6,8 +6,8 @@
             ...
             step.loss = loss
 
-Between records, a step costs a few readings of the clock and one addition on the device. A record costs one all-gather
-of a few numbers, whose result is the only thing that the host waits for.
+Between records, a step costs a few readings of the clock and one addition on the device. A record costs one
+all-reduce of six numbers per rank, whose result is the only thing that the host waits for.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Step:
 class StepMetrics:
     """Measures training steps, and passes a record of them to writers every few steps.
 
-    Every rank measures, with the same ``interval``, because a record is an all-gather of six numbers per rank. The first
+    Every rank measures, with the same ``interval``, because a record is an all-reduce of six numbers per rank. The first
     step, which compiles, has a record of its own. What a program does between steps, such as evaluation and checkpoints,
     is not counted.
 
@@ -408,7 +408,8 @@ class StepMetrics:
         if not dist.is_initialized():
             return [numbers.tolist()]
         ranks = dist.get_world_size(self.group)
-        every = numbers.new_empty(ranks * numbers.numel())
-        dist.all_gather_into_tensor(every, numbers, group=self.group)
-        found: list[list[float]] = every.view(ranks, -1).tolist()
+        every = numbers.new_zeros(ranks, numbers.numel())
+        every[dist.get_rank(self.group)] = numbers
+        dist.all_reduce(every, group=self.group)  # one collective, for sums and maxima
+        found: list[list[float]] = every.tolist()
         return found
