@@ -305,8 +305,10 @@ class StepMetrics:
     ) -> None:
         if interval is not None and interval < 1:
             raise ValueError(f"interval must be at least 1 step, got {interval}")
-        cuda = torch.cuda.is_available()
-        self.device = device or torch.device(*(("cuda", torch.cuda.current_device()) if cuda else ("cpu",)))
+        if device is None:
+            has_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+        self.device = device
         self.interval, self.writers, self.group = interval, writers, group
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops if peak_flops is not None else device_peak_flops(self.device)

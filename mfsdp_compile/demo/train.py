@@ -225,7 +225,7 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig, machi
     checkpoints.wait()
     _add_optimizer_bytes(outcome, optimizer, whole_bytes)
     if rank == 0 and not config.eager:
-        _report(config, model, measured[1:], outcome)
+        _report(config, model, measured[1:] or measured, outcome)
     outcome.collectives = _count_collectives(lambda: train_step(next(data)))
     outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
     for record in model.sharded.compiled_graphs:
@@ -243,14 +243,16 @@ def _report(config: DemoConfig, model: nn.Module, measured: Sequence[forecast.Me
         steps=outcome.steps,
         title=f"mfsdp demo: {config.model} on {config.ranks} ranks",
     )
-    predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
     outcome.predicted_seconds = made.timeline.seconds
-    outcome.misprediction = predicted / seconds - 1
-    outcome.report = [
-        f"predicted: {bytes_text(made.timeline.peak_bytes)} of memory per rank at the peak, and {seconds_text(predicted)} for "
-        f"forward and backward, which take {seconds_text(seconds)} of the step ({change_text(predicted, seconds)})",
-        *(line for line in made.notes if "not compared" in line),
-    ]
+    outcome.report = [f"predicted peak memory {bytes_text(made.timeline.peak_bytes)} per rank"]
+    if made.measured:
+        predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+        outcome.misprediction = predicted / seconds - 1
+        outcome.report[0] += (
+            f"; forward and backward take {seconds_text(seconds)} of the step, {seconds_text(predicted)} predicted "
+            f"({change_text(predicted, seconds)})"
+        )
+    outcome.report += [line for line in made.notes if "not compared" in line]
 
 
 def _train_alone(

@@ -237,7 +237,6 @@ RECORD = StepRecord(3, 2, 1, 100, 4.0, 1.0, 2.0)
     ("make", "extra"), [(lambda: TensorBoard("runs"), "tensorboard"), (lambda: WandB(project="x"), "wandb")]
 )
 def test_a_missing_extra_is_named_at_once(make: Any, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"pip install 'mfsdp-compile\[{extra}\]'"):
         make()
