@@ -14,7 +14,7 @@ from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.costs import CostModel, Ring
-from mfsdp_compile.passes.solver.hardware import Hardware, hardware
+from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.fp8_linear import SCALINGS
@@ -343,6 +343,4 @@ def default_hardware(device: torch.device) -> str:
     """Return the name of the known machine that is most like the current one."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "cpu"
-    name = torch.cuda.get_device_name(device)
-    known = {"GB200": "gb200-nvl72", "B200": "b200-ib", "H200": "h200-ib", "H100": "h100-ib", "A100": "a100-ib"}
-    return next((machine for part, machine in known.items() if part in name), "h100-ib")
+    return known_gpu(torch.cuda.get_device_name(device)) or "h100-ib"

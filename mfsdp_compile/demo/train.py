@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.checkpoint.manifest import read_manifest
+from mfsdp_compile.metrics import StepMetrics, StepRecord, model_flops
 from mfsdp_compile.planning import calibrated, forecast
 from mfsdp_compile.report.numbers import bytes_text, change_text, seconds_text
+from mfsdp_compile.report.step_report import step_seconds
 
 from ..diagnostics.measure import collectives
 from ..models.llama import Block, Llama, LlamaConfig
@@ -87,16 +90,19 @@ class _Outcome:
     """What rank 0 knows at the end."""
 
     start: int = 0  # steps taken before this run
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    first_step_seconds: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list)
     sharded_bytes: list[dict[str, int]] = field(default_factory=list)  # by rank
     whole_bytes: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
     schedules: dict[str, list[str]] = field(default_factory=dict)
     report: list[str] = field(default_factory=list)
+    predicted_seconds: float = 0.0  # of a step
     misprediction: float = 0.0  # of the time of forward and backward
+
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self.steps if record.loss is not None]
 
 
 _MISPREDICTION = 0.25
@@ -183,38 +189,44 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig, machi
         schedule.load_state_dict(restored.extra["schedule"])
         outcome.start = restored.step
 
-    def batch(step: int) -> tuple[Tensor, ...]:
-        parts = text.batch(step, config.batch * config.ranks)
-        return tuple(part.chunk(config.ranks)[rank].to(device) for part in parts)
+    def batches() -> Iterator[tuple[Tensor, ...]]:
+        for step in itertools.count(outcome.start):
+            parts = text.batch(step, config.batch * config.ranks)
+            yield tuple(part.chunk(config.ranks)[rank].to(device) for part in parts)
 
-    def train_step(step: int) -> Tensor:
-        loss = loss_of(call, *batch(step))
-        loss.backward()
+    def train_step(batch: tuple[Tensor, ...]) -> Tensor:
+        with contextlib.nullcontext() if config.eager else forecast.measuring(model, measured):
+            loss = loss_of(call, *batch)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step == outcome.start:
+        if not outcome.sharded_bytes:
             outcome.sharded_bytes = _of_all_ranks(_sharded_bytes(model))
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        return mean / config.ranks
+        return loss
 
-    for done in range(1, config.steps + 1):
-        begun = time.perf_counter()
-        outcome.losses.append(train_step(outcome.start + done - 1).item())
-        outcome.seconds.append(time.perf_counter() - begun)
-        if rank == 0:
-            say((done, outcome.losses[-1], config.batch * config.length * config.ranks / outcome.seconds[-1]))
+    measured: list[forecast.Measurement] = []
+    tokens = config.batch * config.length
+    metrics = StepMetrics(
+        interval=1,
+        writers=[outcome.steps.append, say],
+        flops_per_token=model_flops(model, next(batches())[0]) / tokens,
+        step=outcome.start,
+        device=device,
+    )
+    data = metrics.data(batches())
+    for done, batch in enumerate(itertools.islice(data, config.steps), start=1):
+        with metrics.step(tokens) as step:
+            step.loss = train_step(batch)
         if done % config.save_every == 0 or done == config.steps:
             extra = {"schedule": schedule.state_dict()}
-            checkpoints.save_async(outcome.start + done, model, optimizer, extra=extra)
+            checkpoints.save_async(metrics.steps_taken, model, optimizer, extra=extra)
     checkpoints.wait()
-    outcome.first_step_seconds = outcome.seconds[0]
     _add_optimizer_bytes(outcome, optimizer, whole_bytes)
-    outcome.collectives = _count_collectives(lambda: train_step(outcome.start + config.steps))
-    if not config.eager:
-        _report(config, rank, model, lambda: loss_of(call, *batch(0)).backward(), outcome)
+    if rank == 0 and not config.eager:
+        _report(config, model, measured[1:] or measured, outcome)
+    outcome.collectives = _count_collectives(lambda: train_step(next(data)))
     outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
     for record in model.sharded.compiled_graphs:
         for phase, lines in record.schedules.items():
@@ -222,29 +234,25 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig, machi
     return outcome
 
 
-def _report(config: DemoConfig, rank: int, model: nn.Module, compute: Callable[[], Any], outcome: _Outcome) -> None:
-    """Compare the step with its prediction, unit by unit, and write the report."""
-
-    def step() -> None:
-        compute()
-        model.zero_grad()
-
-    measured = forecast.measure(model, step)
-    if rank:
-        return
+def _report(config: DemoConfig, model: nn.Module, measured: Sequence[forecast.Measurement], outcome: _Outcome) -> None:
+    """Compare steps with their prediction, unit by unit, and write the report."""
     made = forecast.report(
         model,
         config.out,
         measured=measured,
+        steps=outcome.steps,
         title=f"mfsdp demo: {config.model} on {config.ranks} ranks",
     )
-    predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
-    outcome.misprediction = predicted / seconds - 1
-    outcome.report = [
-        f"predicted peak memory {bytes_text(made.timeline.peak_bytes)} per rank; forward and backward "
-        f"{seconds_text(predicted)} predicted, {seconds_text(seconds)} measured ({change_text(predicted, seconds)})",
-        *(line for line in made.notes if "not compared" in line),
-    ]
+    outcome.predicted_seconds = made.timeline.seconds
+    outcome.report = [f"predicted peak memory {bytes_text(made.timeline.peak_bytes)} per rank"]
+    if made.measured:
+        predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+        outcome.misprediction = predicted / seconds - 1
+        outcome.report[0] += (
+            f"; forward and backward take {seconds_text(seconds)} of the step, {seconds_text(predicted)} predicted "
+            f"({change_text(predicted, seconds)})"
+        )
+    outcome.report += [line for line in made.notes if "not compared" in line]
 
 
 def _train_alone(
@@ -376,11 +384,13 @@ def _summarize(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
     fell = len(losses) > 1 and sum(losses[-few:]) < sum(losses[:few]) * (1.05 if outcome.start else 1)
     console.print()
     console.print(_plot(losses), highlight=False)
-    steady = sorted(outcome.seconds[1:]) or outcome.seconds
+    seconds = step_seconds(outcome.steps)
+    predicted = f"; {seconds_text(outcome.predicted_seconds)} predicted" if outcome.predicted_seconds else ""
     console.print(
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {len(losses)} steps"
-        f"{f' after {outcome.start}' if outcome.start else ''}; first step "
-        f"{outcome.first_step_seconds:.1f} s{'' if config.eager else ' (with compilation)'}, then {steady[len(steady) // 2] * 1e3:.0f} ms each (median)"
+        f"{f' after {outcome.start}' if outcome.start else ''}; first step {seconds_text(outcome.steps[0].seconds)}"
+        f"{'' if config.eager else ' (with compilation)'}, then {seconds_text(seconds)} each (median{predicted}), "
+        f"{outcome.steps[-1].tokens / seconds:,.0f} tokens/s"
     )
     good = fell
     if not fell:
@@ -465,7 +475,8 @@ def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> N
         )
     )
     facts = {"config": asdict(config), "torch": torch.__version__, "machine": platform.machine()}
-    (out / "summary.json").write_text(json.dumps(facts | asdict(outcome), indent=1))
+    found = asdict(outcome) | {"losses": outcome.losses, "step_seconds": step_seconds(outcome.steps)}
+    (out / "summary.json").write_text(json.dumps(facts | found, indent=1))
     try:
         import matplotlib
     except ImportError:
@@ -487,29 +498,27 @@ def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> N
 
 def _spawn(work: Callable[..., Any], config: DemoConfig, ranks: int, console: Console) -> Any:
     """Run ``work`` on every rank, show the progress that rank 0 reports, and return rank 0's result."""
-    columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} tokens/s")
     progress = Progress(
-        TextColumn(columns[0]),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        *(TextColumn(column) for column in columns[1:]),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
     )
-    task = progress.add_task("compiling", total=config.steps, loss="-", speed="-")
+    task = progress.add_task("compiling", total=config.steps)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with contextlib.closing(run_ranks(work, ranks, config, backend=backend, threads=threads)) as running, progress:
         while True:
             try:
-                step, loss, speed = next(running)
+                record: StepRecord = next(running)
             except StopIteration as end:
                 result = end.value
                 break
-            progress.update(task, completed=step, description="training", loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
-            if not console.is_terminal and (step % 10 == 0 or step == 1):
-                console.print(f"step {step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s")
+            progress.update(task, advance=1, description=str(record))
+            if not console.is_terminal and (record.step % 10 == 0 or progress.tasks[0].completed == 1):
+                console.print(str(record), soft_wrap=True)
         if progress.tasks[0].completed == 0:
             progress.remove_task(task)
     return result

@@ -31,13 +31,14 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
 
 from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
+from mfsdp_compile.metrics import StepMetrics, StepRecord
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
@@ -47,7 +48,7 @@ from mfsdp_compile.wrapper import MegatronFSDP
 from .accelerate import FOLDER, MfsdpAccelerator
 from .huggingface_save import WRITING, can_stream, save_weights
 
-__all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments"]
+__all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments", "StepMetricsCallback"]
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"mfsdp_compile.integrations.transformers needs transformers 5, found {transformers.__version__}")
@@ -142,6 +143,52 @@ class ShardingArguments:
             "dp_outer_dim": "replica",
             "hybrid_fsdp_group": mesh["replica", "shard"]._flatten("replica_shard").get_group(),
         }
+
+
+class StepMetricsCallback(TrainerCallback):
+    """Adds :class:`.StepMetrics` to the logs of :class:`MfsdpTrainer`, for whatever ``report_to`` names.
+
+    ::
+
+        flops = model_flops(model, **batch) / batch["input_ids"].numel()
+        trainer = MfsdpTrainer(model, args, callbacks=[StepMetricsCallback(flops_per_token=flops)], ...)
+
+    Logs get the keys of :meth:`.StepRecord.scalars` but the loss, which they have. Tokens are the elements of
+    ``input_ids``, padding included. Evaluation, saving and the first step are not counted.
+
+    Args:
+        options: Arguments of :class:`.StepMetrics`, except ``interval`` and ``step``: Trainer says when it logs.
+            ``writers`` is empty by default.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.tokens: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        options = {"writers": (), "device": args.device, **self.options, "interval": None, "step": state.global_step}
+        self.metrics = StepMetrics(**options)
+        self.latest: StepRecord | None = None
+        self._step = contextlib.ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.tokens is None:
+            raise TypeError("StepMetricsCallback gets batches from MfsdpTrainer: pass it to that, or to its mixin.")
+        self._step.enter_context(self.metrics.step(self.tokens))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step.close()
+        is_first = self.latest is None
+        if is_first or control.should_log:  # before Trainer waits for the device, to log the loss
+            self.latest = self.metrics.record()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_log:
+            self.latest = self.metrics.record() or self.latest
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """Return what is known of the steps up to ``step``."""
+        return self.latest.scalars() if self.latest is not None and self.latest.step == step else {}
 
 
 if TYPE_CHECKING:
@@ -243,6 +290,26 @@ class MfsdpTrainerMixin(_Base):
         if isinstance(prepared, Tensor) and prepared.is_floating_point() and self._compute_dtype is not None:
             return prepared.to(self._compute_dtype)
         return prepared
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _step_metrics(self) -> list[StepMetricsCallback]:
+        return [each for each in self.callback_handler.callbacks if isinstance(each, StepMetricsCallback)]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        for each in self._step_metrics:
+            epoch_iterator = each.metrics.data(epoch_iterator)
+        samples, items = super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        for each in self._step_metrics:
+            each.tokens = sum(batch["input_ids"].numel() for batch in samples if "input_ids" in batch)
+        return samples, items
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            for each in self._step_metrics:
+                logs = logs | each.scalars(self.state.global_step)
+        super().log(logs, *args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

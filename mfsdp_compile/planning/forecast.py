@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,7 +36,10 @@ from mfsdp_compile.runtime.ranks import profiling
 from ..report import PassRow, StepReport, UnitTime, headline, write
 from ..wrapper import unwrapped
 
-__all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
+if TYPE_CHECKING:
+    from ..metrics import StepRecord
+
+__all__ = ["Measurement", "measure", "measuring", "predicted", "report", "schedule_of"]
 
 
 # -- predicted --------------------------------------------------------------------------------------------------------
@@ -137,25 +141,35 @@ class Measurement:
 def measure(model: nn.Module, step: Callable[[], Any], repeats: int = 5) -> list[Measurement]:
     """Run ``step`` several times, and record when collectives start. Collective: every rank calls it.
 
-    Costs one clock reading, or one event, per collective.
-
     Args:
         step: Computes a loss with the model and calls ``backward()``.
         repeats: Number of measured runs. One more run precedes them, unmeasured.
     """
-    device = next(iter(unwrapped(model, "measure").sharded.buckets)).device
     step()
-    return [_measured(step, device) for _ in range(repeats)]
+    found: list[Measurement] = []
+    for _ in range(repeats):
+        with measuring(model, found):
+            step()
+    return found
 
 
-def _measured(step: Callable[[], Any], device: torch.device) -> Measurement:
+@contextlib.contextmanager
+def measuring(model: nn.Module, found: list[Measurement]) -> Iterator[None]:
+    """Context of a forward and backward of a training, in which it is recorded when collectives start.
+
+    Costs one clock reading, or one event, per collective, and a wait for the device at the end.
+
+    Args:
+        found: List that the measurement is appended to.
+    """
     marks: list[tuple[profiling.Launch, Any]] = []
-    mark, since = _clock(device)
+    mark, since = _clock(next(iter(unwrapped(model, "measuring").sharded.buckets)).device)
     with profiling.listening(lambda launch: marks.append((launch, mark()))):
         begin = mark()
-        step()
+        yield
         end = mark()
-    return Measurement([(launch.where, launch.what, since(begin, at)) for launch, at in marks], since(begin, end))
+    starts = [(launch.where, launch.what, since(begin, at)) for launch, at in marks]
+    found.append(Measurement(starts, since(begin, end)))
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
@@ -228,6 +242,7 @@ def report(
     folder: Path | str | None = None,
     *,
     measured: Sequence[Measurement] = (),
+    steps: Sequence[StepRecord] = (),
     title: str = "Training step",
     name: str = "report",
 ) -> StepReport:
@@ -236,7 +251,8 @@ def report(
     Args:
         model: Sharded, compiled with ``options={"report": True}``, and run once.
         folder: Folder for ``report.html``, ``report.txt`` and ``report.trace.json``. None: nothing is written.
-        measured: Results of :func:`measure`.
+        measured: Results of :func:`measure` or :func:`measuring`.
+        steps: Records of training, of steps of one microbatch; see :class:`.StepMetrics`.
         title: Title of the report.
         name: Base name of the files.
 
@@ -264,13 +280,14 @@ def report(
     verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
     made = StepReport(
         title,
-        headline(timeline, context.policy.memory_budget, compiled.host_memory),
+        headline(timeline, context.policy.memory_budget, compiled.host_memory, steps),
         timeline,
         context.buckets,
         {phase.value: lines for phase, lines in record.schedules.items()},
         rows,
         list(dict.fromkeys(verdicts)),
         times,
+        steps,
         _environment(compiled),
         notes,
         context.policy.memory_budget,

@@ -7,8 +7,9 @@ zoomed. The page's content security policy lets it load nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -17,7 +18,7 @@ from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.simulate import Exposure, Span, Timeline
 
 from .numbers import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
-from .step_report import StepReport, Table, peak_text, tables
+from .step_report import StepReport, Table, later, peak_text, tables
 from .timeline import exposure_of, extent, lanes, peak_of, points, stages
 
 __all__ = ["to_html"]
@@ -49,6 +50,7 @@ def to_html(report: StepReport) -> str:
         f"<h1>{escape(report.title)}</h1>",
         '<p class="about">One training step of one rank. Numbers are simulated, unless they are said to be measured.</p>',
         _cards(summary),
+        *(_curves(report) if report.steps else ()),
         *(_figure(report) if drawn else ()),
         *(_section(table) for table in others),
     ]
@@ -119,6 +121,59 @@ def _table(table: Table) -> str:
         css = ' class="total"' if is_total else "" if row[0] else ' class="more"'
         rows.append(f"<tr{css}>{cells}</tr>\n")
     return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+# -- curves of training -----------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 580, 190, 74, 8, 14, 24
+_MOST_POINTS = 1000
+
+
+def _curves(report: StepReport) -> Iterator[str]:
+    """Draw loss and step time over steps, with the predicted step time."""
+    losses = [(record.step, record.loss) for record in report.steps if record.loss is not None]
+    times = [(record.step, record.seconds) for record in later(report.steps)]
+    predicted = (report.timeline.seconds, f"predicted {seconds_text(report.timeline.seconds)}")
+    yield "<section><h2>Loss and step time (measured)</h2>"
+    yield '<p class="about">The time of the first step, which compiles, is left out.</p>'
+    yield f'<div class="curves">{_curve("loss", losses, "{:.3f}".format)}{_curve("step time", times, seconds_text, predicted)}'
+    yield "</div></section>"
+
+
+def _curve(
+    name: str,
+    points: Sequence[tuple[int, float]],
+    text: Callable[[float], str],
+    level: tuple[float, str] | None = None,
+) -> str:
+    """Return a line over steps as SVG, which needs no script. ``level`` is a value to compare it with, and its name."""
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    if not points:
+        return ""
+    values = [value for _, value in points] + ([level[0]] if level else [])
+    low, high = min(values), max(values)
+    begin, end = points[0][0], points[-1][0]
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x(step: int) -> str:
+        return f"{_LEFT + (step - begin) / (end - begin or 1) * (right - _LEFT):.1f}"
+
+    def y(value: float) -> str:
+        return f"{bottom - (value - low) / (high - low or 1) * (bottom - _TOP):.1f}"
+
+    drawn = points[:: math.ceil(len(points) / _MOST_POINTS)]
+    parts = [f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name} over steps">']
+    for value in dict.fromkeys((high, low)):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(value)}" dy="4" text-anchor="end">{text(value)}</text>')
+    if level:
+        parts.append(f'<line class="level" x1="{_LEFT}" x2="{right}" y1="{y(level[0])}" y2="{y(level[0])}"/>')
+        parts.append(f'<text x="{right}" y="{y(level[0])}" dy="-4" text-anchor="end">{escape(level[1])}</text>')
+    parts.append(f'<polyline points="{" ".join(f"{x(step)},{y(value)}" for step, value in drawn)}"/>')
+    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">step {begin:,}</text>')
+    parts.append(f'<text class="name" x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{name}</text>')
+    parts.append(f'<text x="{right}" y="{_HEIGHT - 6}" text-anchor="end">step {end:,}</text></svg>')
+    return "".join(parts)
 
 
 # -- the drawing ------------------------------------------------------------------------------------------------------

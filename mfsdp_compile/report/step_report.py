@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
 
 from mfsdp_compile.passes.context import BucketInfo
 from mfsdp_compile.passes.solver.flow import Category
@@ -13,7 +15,21 @@ from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline
 
 from .numbers import bytes_text, called, change_text, flops_text, is_exposed, percent_text, reason_text, seconds_text
 
-__all__ = ["PassRow", "StepReport", "Table", "UnitTime", "headline", "host_text", "peak_text", "tables"]
+if TYPE_CHECKING:
+    from ..metrics import StepRecord
+
+__all__ = [
+    "PassRow",
+    "StepReport",
+    "Table",
+    "UnitTime",
+    "headline",
+    "host_text",
+    "later",
+    "peak_text",
+    "step_seconds",
+    "tables",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ class StepReport:
         passes: Passes, in the order in which they ran.
         verdicts: Results of the verifier.
         measured: Measurements to compare with the prediction. Empty if there are none.
+        steps: Records of training. Empty: nothing was trained, or not measured.
         environment: What the numbers depend on: versions, hardware, options.
         notes: Other remarks.
         budget_bytes: Memory budget of the step. None: no budget.
@@ -71,6 +88,7 @@ class StepReport:
     passes: Sequence[PassRow] = ()
     verdicts: Sequence[str] = ()
     measured: Sequence[UnitTime] = ()
+    steps: Sequence[StepRecord] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     budget_bytes: int | None = None
@@ -118,17 +136,27 @@ class Table:
 
 
 def headline(
-    timeline: Timeline, budget_bytes: int | None = None, host: Mapping[Category, int] | None = None
+    timeline: Timeline,
+    budget_bytes: int | None = None,
+    host: Mapping[Category, int] | None = None,
+    steps: Sequence[StepRecord] = (),
 ) -> list[tuple[str, str]]:
     """Return the usual headline of a simulated step.
 
     Args:
         host: Bytes of a rank in host memory, by category; see :func:`.simulate.host_memory`.
+        steps: Records of training, whose step time is shown beside the predicted one.
     """
     sent = sum(e.seconds for e in timeline.exposures)
     exposed = timeline.exposed_seconds
-    found = [
-        ("step time", f"{seconds_text(timeline.seconds)} (predicted)"),
+    found = [("step time", f"{seconds_text(timeline.seconds)} (predicted)")]
+    if steps:
+        measured = step_seconds(steps)
+        found = [("step time", f"{seconds_text(measured)} (measured; {seconds_text(timeline.seconds)} predicted)")]
+        if tokens := _tokens(steps):
+            speeds = [f"{tokens / seconds:,.0f}" for seconds in (measured, timeline.seconds)]
+            found.append(("tokens/s", f"{speeds[0]} (measured; {speeds[1]} predicted)"))
+    found += [
         ("computation", f"{seconds_text(timeline.compute_seconds)} (predicted)"),
         ("communication", f"{seconds_text(sent)}, {len(timeline.exposures):,} collectives (predicted)"),
         (
@@ -145,6 +173,25 @@ def headline(
         rate = f"{flops_text(timeline.flops / timeline.seconds)}/s" if timeline.seconds else "-"
         found.append(("matrix products", f"{flops_text(timeline.flops)}, {rate} (predicted)"))
     return found
+
+
+def later(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return records without that of the first step, which compiles, unless it is the only one."""
+    return steps[1:] or steps
+
+
+def step_seconds(steps: Sequence[StepRecord]) -> float:
+    """Return the step time of a training: the median over steps, without the first."""
+    return _median(steps, "seconds")
+
+
+def _median(steps: Sequence[StepRecord], field: str) -> float:
+    return median(getattr(record, field) for record in later(steps) for _ in range(record.steps))
+
+
+def _tokens(steps: Sequence[StepRecord]) -> float:
+    """Return the tokens of a step, of all ranks; 0 if they are unknown."""
+    return steps[-1].tokens / steps[-1].steps
 
 
 def host_text(host: Mapping[Category, int]) -> str:
@@ -167,6 +214,7 @@ def _peak_place(timeline: Timeline) -> str:
 def tables(report: StepReport) -> list[Table]:
     """Return all tables of a report. The first one is the headline. Empty tables are left out."""
     found = [
+        _training(report),
         _peak(report.timeline, report.budget_bytes),
         _exposures(report.timeline.exposures),
         _units(report),
@@ -189,6 +237,28 @@ def tables(report: StepReport) -> list[Table]:
 
 def _lines(title: str, lines: Iterable[str], about: str, detail: bool = False) -> Table:
     return Table(title, ("",), tuple((line,) for line in lines), about, detail=detail)
+
+
+def _training(report: StepReport) -> Table:
+    """Compare training with the prediction. Empty if there was none."""
+    header = ("", "measured", "predicted", "error")
+    if not report.steps:
+        return Table("training (measured)", header, ())
+    first, last = report.steps[0], report.steps[-1]
+    measured, predicted = step_seconds(report.steps), report.timeline.seconds
+    times = (seconds_text(measured), seconds_text(predicted), change_text(predicted, measured))
+    rows: list[tuple[str, ...]] = [("step time", *times)]
+    if tokens := _tokens(report.steps):
+        speeds = [f"{tokens / seconds:,.0f}" for seconds in (measured, predicted)]
+        rows.append(("tokens/s", *speeds, change_text(1 / predicted, 1 / measured)))
+    rows.append(("first step", seconds_text(first.seconds), "", ""))
+    rows.append(("waiting for data", seconds_text(_median(report.steps, "data_seconds")), "", ""))
+    rows += [(f"loss of step {r.step}", f"{r.loss:.3f}", "", "") for r in (first, last) if r.loss is not None]
+    about = (
+        f"{last.step - first.step + first.steps} steps. The step time is the median of all but the first, on the first rank, with "
+        "everything that a step does; tokens are those of all ranks."
+    )
+    return Table("training (measured)", header, tuple(rows), about)
 
 
 def _peak(timeline: Timeline, budget: int | None) -> Table:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mfsdp_compile.runtime.untrusted_files import FileRefused, parse_json, read_text, safe_name, typed, whole
 
-__all__ = ["Hardware", "Link", "hardware", "known_hardware"]
+__all__ = ["Hardware", "Link", "hardware", "known_gpu", "known_hardware"]
 
 
 def _finite(value: Any, what: str) -> None:
@@ -157,6 +157,14 @@ def known_hardware() -> list[str]:
     """Return the names of the machines that ship with this package."""
     folder = resources.files(__package__) / "machines"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+_GPUS = {"GB200": "gb200-nvl72", "B200": "b200-ib", "H200": "h200-ib", "H100": "h100-ib", "A100": "a100-ib"}
+
+
+def known_gpu(device: str) -> str | None:
+    """Return the name of the machine that has a GPU, by the name that torch gives the GPU; None if there is none."""
+    return next((machine for part, machine in _GPUS.items() if part in device), None)
 
 
 def hardware(name: str) -> Hardware:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -372,8 +373,10 @@ def stand_around_collectives(
 
         library.impl(name, run, "BackendSelect", with_keyset=True)
 
-    for name in names:
-        watch(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel replaces another
+        for name in names:
+            watch(name)
     return library
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
     "mfsdp_compile",
     "mfsdp_compile.checkpoint",
+    "mfsdp_compile.metrics",
     "mfsdp_compile.parallel.context_parallel",
     "mfsdp_compile.planning.forecast",
     "mfsdp_compile.parallel.pipeline_parallel",

@@ -25,7 +25,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 from mfsdp_compile import OptimizerOffloadPolicy
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile.examples import hf_trainer, plain_loop
-from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
+from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments, StepMetricsCallback
 
 UNITS = ["LlamaDecoderLayer"]
 BITWISE = {"inner": "aot_eager"}  # operator by operator, as the eager path and one process
@@ -185,6 +185,29 @@ def test_resumed_training_is_uninterrupted(tmp_path: Path, strategy: str, stop: 
     assert len(losses_of(whole)) == 8
     assert losses_of(rest) == losses_of(whole)
     assert_bitwise(weights_of(rest), weights_of(whole))
+
+
+@on_ranks(2)
+def test_step_metrics(tmp_path: Path) -> None:
+    """Logs of a resumed training have numbers of their own steps, of all microbatches, and not of the first."""
+    rank, records = dist.get_rank(), []
+    callback = StepMetricsCallback(flops_per_token=1e6, peak_flops=1e12, writers=[records.append])
+    given: dict[str, Any] = {"max_steps": 5, "logging_steps": 2, "gradient_accumulation_steps": 2}
+    with trainers():
+        trainer = train(tmp_path, Uneven(12), EAGER, small(), **given, callbacks=[callback])
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4]
+    assert all(entry["throughput(tps)"] > 0 and entry["mfu(%)"] > 0 for entry in logs)
+    assert all(entry["tflops"] == pytest.approx(entry["throughput(tps)"] / 1e6) for entry in logs)
+    assert [(record.step, record.steps) for record in records] == ([] if rank else [(1, 1), (2, 1), (4, 2)])
+    tokens = 2 * 2 * hf_trainer.BATCH * 64
+    assert [record.tokens for record in records] == ([] if rank else [tokens, tokens, 2 * tokens])
+
+    plain = transformers.Trainer(
+        small(), arguments(tmp_path, max_steps=1), train_dataset=Uneven(4), callbacks=[StepMetricsCallback()]
+    )
+    with trainers(), pytest.raises(TypeError, match="gets batches from MfsdpTrainer"):
+        plain.train()
 
 
 class Uneven(Dataset[Batch]):

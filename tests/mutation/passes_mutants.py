@@ -581,4 +581,18 @@ PASSES_MUTANTS = (
         "DISTINCT = ()",
         ("programs/test_programs.py -k equal_gradients_of_several",),
     ),
+    Mutant(
+        "mfsdp_compile/metrics.py",
+        "what checkpointing computes again counts as the model's work",
+        "0 if step.is_backward and torch.is_grad_enabled() else formula(*a, **b)",
+        "formula(*a, **b)",
+        ("planning/test_metrics.py -k operations_of_a_model",),
+    ),
+    Mutant(
+        "mfsdp_compile/metrics.py",
+        "microbatches that are loaded in a step count twice",
+        "            if not self._is_in_step:  # else it is in the time of the step",
+        "            if True:",
+        ("planning/test_metrics.py -k by_hand",),
+    ),
 )

@@ -11,12 +11,14 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics import checkup
+from mfsdp_compile.report import seconds_text
 from mfsdp_compile.runtime import compat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +265,10 @@ def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -
     assert len(summary["losses"]) == 4
     assert summary["losses"][-1] < summary["losses"][0]
     assert summary["collectives"]["reductions"] == 8
+    assert [step["tokens"] for step in summary["steps"]] == [2 * 2 * 32] * 4
+    seconds = median(step["seconds"] for step in summary["steps"][1:])
+    assert summary["step_seconds"] == seconds
+    assert f"then {seconds_text(seconds)} each (median), {128 / seconds:,.0f} tokens/s" in out  # one step time
 
 
 @pytest.mark.processes

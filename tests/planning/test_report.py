@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from mfsdp_compile.metrics import StepRecord
 from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category, Collective
@@ -55,6 +56,7 @@ from mfsdp_compile.report import (
     to_text,
     write,
 )
+from mfsdp_compile.report.numbers import change_text
 from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
@@ -272,6 +274,37 @@ def test_measured_times_are_compared() -> None:
     assert "off by +20.0%" in compared.about
 
 
+STEPS = [
+    StepRecord(1, 1, 8, 800, 30.0, 0.0, 5.0),
+    StepRecord(2, 1, 8, 800, 0.5, 0.1, 4.0),
+    StepRecord(10, 8, 8, 6400, 0.02, 0.004, 3.0),
+]
+
+
+def test_training_is_compared_with_the_prediction() -> None:
+    """The step time is the median over steps without the first, in the headline as in the table."""
+    made = report(steps=STEPS)
+    predicted = made.timeline.seconds
+    rows = {name: cells for name, *cells in table("training (measured)", made).rows}
+    assert rows == {
+        "step time": ["20.00 ms", seconds_text(predicted), change_text(predicted, 0.02)],
+        "tokens/s": ["40,000", f"{800 / predicted:,.0f}", change_text(0.02, predicted)],
+        "first step": ["30.000 s", "", ""],
+        "waiting for data": ["4.00 ms", "", ""],
+        "loss of step 1": ["5.000", "", ""],
+        "loss of step 10": ["3.000", "", ""],
+    }
+    shown = dict(headline(made.timeline, steps=STEPS))
+    assert shown["step time"] == f"20.00 ms (measured; {seconds_text(predicted)} predicted)"
+    assert shown["tokens/s"] == f"40,000 (measured; {800 / predicted:,.0f} predicted)"
+    curves = [curve.split(" ") for (curve,) in (each.values() for each in Page(to_html(made)).attributes["polyline"])]
+    assert [len(curve) for curve in curves] == [3, 2]
+    assert "predicted" in re.findall(r"<svg class=.curve.*?</svg>", to_html(made))[1]
+    alone = report(steps=[replace(STEPS[0], tokens=0, loss=float("nan"))])
+    assert table("training (measured)", alone).rows[0][1] == "30.000 s"
+    assert "tokens/s" not in to_text(alone)
+
+
 def test_times_of_units_add_up_to_the_step() -> None:
     made = report(6)
     *rows, total = table("time by unit", made).rows
@@ -307,7 +340,7 @@ def test_a_budget_that_is_exceeded() -> None:
 
 def test_all_forms_show_the_same() -> None:
     times = [UnitTime(Stage.FORWARD, "layers.1", 2e-3, 1.25e-3)]
-    made = report(12, measured=times)
+    made = report(12, measured=times, steps=STEPS)
     expected = cells(tables(made))
     assert Page(to_html(made)).cells == expected
     text = words(to_text(made))
