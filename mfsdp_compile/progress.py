@@ -58,9 +58,9 @@ class _Work:
             sys.stderr.flush()
 
     def _line(self) -> str:
-        now = time.monotonic()
-        ends = [*(began for _, began in self.steps[1:]), now]
-        parts = [f"{name} {end - began:.0f} s" for (name, began), end in zip(self.steps, ends, strict=True)]
+        now, steps = time.monotonic(), list(self.steps)  # to which another thread adds
+        ends = [*(began for _, began in steps[1:]), now] if steps else []
+        parts = [f"{name} {end - began:.0f} s" for (name, began), end in zip(steps, ends, strict=True)]
         return f"mfsdp: {self.what}: {', '.join(parts) or f'{now - self._began:.0f} s'}"
 
 

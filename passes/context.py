@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +13,7 @@ from torch import fx
 from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.program_lines import warn
 
 from .decisions import Decisions
 from .phase import Phase
@@ -103,10 +103,9 @@ class SchedulePolicy:
         if not isinstance(self.reshard_after_forward, (bool, str)) and self.reshard_after_forward < 2:
             if self.reshard_after_forward < 1:
                 raise ValueError(f"reshard_after_forward takes at least 1 rank, got {self.reshard_after_forward}")
-            warnings.warn(
+            warn(
                 "reshard_after_forward=1 keeps what forward has gathered, which is the same as False. Say True to "
                 "gather it again in backward.",
-                stacklevel=4,
             )
             object.__setattr__(self, "reshard_after_forward", False)
         if not isinstance(self.activation_offload, int) and self.activation_offload != "auto":

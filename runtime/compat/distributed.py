@@ -41,6 +41,7 @@ __all__ = [
     "all_reduce_on_host",
     "all_to_all",
     "all_to_all_autograd",
+    "before_destruction",
     "collectives_started",
     "configured_options",
     "count_again",
@@ -314,13 +315,19 @@ def new_group(
 @contextlib.contextmanager
 def finishing_first(finish: Callable[[], Any]) -> Iterator[None]:
     """Context in which ``destroy_process_group()`` calls ``finish`` before it destroys all groups."""
-    last = _Last(finish)
-    _world.comms.append(last)
+    last = before_destruction(finish)
     try:
         yield
     finally:
         if not last.is_finalized:  # else torch iterates over the list, and clears it
             _world.comms.remove(last)
+
+
+def before_destruction(call: Callable[[], Any]) -> _Last:
+    """Have ``destroy_process_group()`` call a function before it destroys all groups."""
+    last = _Last(call)
+    _world.comms.append(last)
+    return last
 
 
 class _Last:

@@ -40,8 +40,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .. import compat
+from ..program_lines import is_in_package, program_line
 from .collective_order import RESET, Order, orders, standstill
-from .journal import is_in_package, journal, on_uncaught_exceptions, program_line
+from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline, ask
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
@@ -147,6 +148,7 @@ class Watchdog:
         self._explained: set[str] = set()
         self._done: list[Asking] = []
         self._lifeline = Lifeline()
+        self._joined: dist.Store | None = None
         self._ends = threading.Event()
         self._guarded: list[Guarded] = []
 
@@ -161,7 +163,10 @@ class Watchdog:
 
     def _start(self) -> None:
         with self._lock:
-            self._lifeline.join(compat.default_store())
+            if (store := compat.default_store()) is not self._joined:
+                self._joined = store
+                self._lifeline.join(store)
+                compat.before_destruction(lambda: self._tell_ends("had destroyed its process group", sys.exc_info()[1]))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
@@ -178,12 +183,15 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
-            uncaught = getattr(sys, "last_value", None)
-            how = f" with {type(uncaught).__name__}: {uncaught}"[:1000] if uncaught is not None else ""
-            with contextlib.suppress(RuntimeError):  # the store's process has already ended
-                for order in self._live():
-                    self._tell_end(compat.default_store(), order, f"had ended its program{how}")
+            self._tell_ends("had ended its program", getattr(sys, "last_value", None))
         self._lifeline.leave()
+
+    def _tell_ends(self, how: str, error: BaseException | None) -> None:
+        """Publish for all models that this rank starts nothing more."""
+        cause = f" with {type(error).__name__}: {error}"[:1000] if error is not None else ""
+        with contextlib.suppress(RuntimeError):  # the store's process has already ended
+            for order in self._live():
+                self._tell_end(compat.default_store(), order, f"{how}{cause}")
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
@@ -254,13 +262,14 @@ class Watchdog:
             "epoch": order.epoch,
             "number": order.events,
             "steps": order.steps,
+            "progress": order.progress,
             "rank": dist.get_rank(),
             "how": how,
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
             "counts": _collectives_started(),
         }
-        store.set(_end_of(order.group, dist.get_rank()), json.dumps(how))
+        store.set(_end_of(order.group, dist.get_rank()), json.dumps(told))
         first = _found(store, f"{_of(order.group)}/failed")
         if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
             store.set(f"{_of(order.group)}/failed", json.dumps(told))
@@ -290,9 +299,10 @@ class Watchdog:
                 raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
             return
-        what = what or journal.doing() or next(iter(live)).latest
+        order = _main(live)
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
+            f"A collective failed on rank {dist.get_rank()}, in {what or journal.doing() or order.latest}, {order.progress}. "
+            f"{self._why_failed(live, error)} Weights and optimizer "
             f"state are those of the last optimizer step; {RESET} makes the model usable again where all ranks live. "
             f"The backend's error: {error}"
         ) from error
@@ -314,7 +324,7 @@ class Watchdog:
             and dist.is_initialized()
             and (live := self._live())
         ):
-            _log.error("Rank %d: %s", dist.get_rank(), self._why_failed(live, error))
+            _log.error("Rank %d, %s: %s", dist.get_rank(), _main(live).progress, self._why_failed(live, error))
 
     def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
         """Say which rank has made a collective fail, and what is known of it."""
@@ -333,7 +343,7 @@ class Watchdog:
                 gone, failed = self._wait_for_end(store, live, others)
                 stopped = []
             groups = {order.group for order in live}
-            if gone and any(_ended_silently(store, groups, rank) for rank in gone):
+            if gone and any(_last_told(store, groups, rank) is None for rank in gone):
                 return _text_of_ends(store, groups, gone)
         except (RuntimeError, OSError, KeyError):
             return (
@@ -417,7 +427,9 @@ class Watchdog:
         self._lifeline.look(store)
         for each in asked:
             if lost := self._lifeline.lost(store, each.ranks):
-                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": str(lost[0])})
+                told = _last_told(store, {order.group for order in self._live()}, lost[0].rank)
+                text = str(lost[0]) if told is None else f"{lost[0]} {told['progress']}"
+                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": text})
 
     def _look_after(self, guarded: Guarded) -> None:
         """End the waits in a group if one of its ranks has not answered for too long."""
@@ -480,6 +492,7 @@ class Watchdog:
                 "epoch": order.epoch,
                 "number": order.events + 1,
                 "steps": order.steps,
+                "progress": order.progress,
                 "rank": me,
                 "what": mine.what,
                 "after": order.latest,
@@ -525,7 +538,7 @@ class Watchdog:
             what = journal.doing() or order.latest
         line = program_line(sys._current_frames().get(order.thread))
         at = f", at {line}" if line else ""
-        return f"rank {dist.get_rank()} has come as far as {order.latest}, and waits in {what}{at}"
+        return f"rank {dist.get_rank()} has come as far as {order.latest}, {order.progress}, and waits in {what}{at}"
 
     def _conclude(
         self,
@@ -621,19 +634,26 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
 
 
-def _ended_silently(store: dist.Store, groups: Collection[str], rank: int) -> bool:
-    return not any(_found(store, _end_of(group, rank)) for group in groups)
+def _main(live: Collection[Order]) -> Order:
+    """Return the order of the model that is trained."""
+    return max(live, key=lambda order: order.steps)
+
+
+def _last_told(store: dist.Store, groups: Collection[str], rank: int) -> dict[str, Any] | None:
+    """Return what a rank has told of its end, or its failure, if it still could."""
+    told = filter(None, (_found(store, _end_of(group, rank)) for group in groups))
+    return max(told, key=lambda each: each["steps"], default=None)
 
 
 def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
     """Say of ranks whose processes have ended why they did, of those first that are the cause."""
-    if silent := [rank for rank in gone if _ended_silently(store, groups, rank)]:
+    told = {rank: _last_told(store, groups, rank) for rank in gone}
+    if silent := [rank for rank, its in told.items() if its is None]:
         return (
             f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
             "What it printed last, or the log of its machine, tells."
         )
-    how = next(filter(None, (_found(store, _end_of(group, gone[0])) for group in groups)))
-    return f"Rank {gone[0]} {how}, and its process has ended."
+    return f"{_text_of_end(told[gone[0]])}, and its process has ended."
 
 
 def _end_of(group: str, rank: int) -> str:
@@ -660,13 +680,13 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}{_at(ask)}, and waits for the others to do "
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the others to do "
         f"the same; {here}."
     )
 
 
 def _text_of_end(failed: dict[str, Any]) -> str:
-    return f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)})"
+    return f"Rank {failed['rank']} {failed['how']} ({failed['progress']}; its last: {failed['after']}{_at(failed)})"
 
 
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
