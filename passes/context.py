@@ -116,8 +116,10 @@ class SchedulePolicy:
             raise ValueError(f"activation_offload cannot be negative, got {self.activation_offload}")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
-        if not 0 <= self.budget_reserve < 1:
-            raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve}")
+        if not isinstance(self.keep_last, bool):
+            raise TypeError(f"keep_last takes True or False, got {self.keep_last!r}")
+        if not isinstance(self.budget_reserve, (int, float)) or not 0 <= self.budget_reserve < 1:
+            raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve!r}")
 
     @property
     def portions(self) -> int:

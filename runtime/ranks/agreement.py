@@ -128,8 +128,8 @@ def agree(
 
 
 def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -> None:
-    """Agree that all ranks do the same thing next, which the last line but one names. See :func:`agree`."""
-    agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=lines[-2])
+    """Agree that all ranks do the same thing next, which the last line names. See :func:`agree`."""
+    agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=compared.shown(lines[-1]))
 
 
 def announce(what: str, group: str, parameter: str | None = None) -> None:
@@ -710,9 +710,11 @@ def _explain(
     mine, its = (json.loads(store.get(f"{key}/lines/{rank}")) for rank in (first, other))
     index = next(i for i in range(max(len(mine), len(its))) if mine[i : i + 1] != its[i : i + 1])
     show = [compared.shown(held[index]) if index < len(held) else "nothing more" for held in (mine, its)]
-    difference = f"rank {first} has [{show[0]}], rank {other} has [{show[1]}]" if show[0] != show[1] else show[0]
-    hint = ""
+    difference, hint = f"rank {first} has [{show[0]}], rank {other} has [{show[1]}]", ""
+    if show[0] == show[1]:
+        difference = f"both have [{show[0]}], but different things came before"
     if show[0].startswith("values of"):
+        difference = show[0]
         hint = (
             " Seed all ranks alike before the model is built, or pass check_values=False if values differ on purpose."
         )

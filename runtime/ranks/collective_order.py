@@ -381,8 +381,7 @@ class Order:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
-            before = compared.line("what came before", here.number)
-            agree([*details(), f"{what} after {here.after}", before], self.epoch)
+            agree([*details(), compared.line(f"{what} after {here.after}", here.number)], self.epoch)
         except RankLost:
             raise
         except RuntimeError as error:

@@ -581,8 +581,10 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "llama9"], "unknown model 'llama9'. Known: demo"),
-        (["--model", "hf:nowhere"], "hf:nowhere: neither a file nor a folder"),
+        (["--model", "elephant"], "unknown model 'elephant'. Known: demo"),
+        (["--model", "llama3-7b"], "unknown model 'llama3-7b'. Did you mean 'llama3-8b'?"),
+        (["--model", "hf:nowhere"], "nowhere: neither a file nor a folder"),
+        (["--model", "meta-llama/Llama3-8B"], "Get it once with `hf download meta-llama/Llama3-8B config.json`"),
         (["--model", "nowhere:model"], "nowhere:model cannot be imported"),
         (["--model", "demo", "--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--model", "demo", "--world", "many"], "--world takes numbers of ranks"),

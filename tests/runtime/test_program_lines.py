@@ -17,7 +17,7 @@ import zoo
 from messages import messages
 from torch import nn
 
-from mfsdp_compile import fully_shard_model
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime.program_lines import warn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,10 +53,12 @@ def test_of_sharding_and_of_a_step(fake_world: int, caught: list[warnings.Warnin
     model: Any = fully_shard_model(Two())
     assert lines(caught, "fsdp_unit_modules is None") == [(__file__, "model: Any = fully_shard_model(Two())")]
     model = fully_shard_model(Two(), fsdp_unit_modules=[zoo.Block, nn.Linear])
-    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)):
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
         model(torch.ones(2, 8)).backward()
         optimizer.step()  # this line
+        optimizer.zero_grad()
     assert lines(caught, "none of 'unused'") == [(__file__, "optimizer.step()  # this line")]
     matrices = [param for param in model.parameters() if param.dim() == 2]
     muon = torch.optim.Muon(matrices, lr=0.1)
