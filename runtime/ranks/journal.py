@@ -138,6 +138,19 @@ class Journal:
             for launch in _written(entry, after)["launches"]
         )
 
+    def began_with(self, group: str, number: int, models: Collection[str]) -> bool:
+        """Whether the collective of a process group that has this number was the first of something that a model began.
+
+        Later ones of a compiled graph do not count: the program's own collectives in it may have taken their numbers.
+        """
+        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        return any(
+            (launch["group"], launch["number"], launch["started"]) == (group, number, True)
+            for entry, after in self._with_counts_after(now)
+            if entry.model in models
+            for launch in _written(entry, after)["launches"][:1]
+        )
+
     def _with_counts_after(self, now: dict[str, int]) -> list[tuple[Entry, dict[str, int]]]:
         """Return the entries, each with the number of collectives started at its end, by process group."""
         entries = list(self._entries)

@@ -147,6 +147,7 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
+        self._rests: dict[Order, tuple[str, int] | None] = {}
         self._lifeline = Lifeline()
         self._joined: dist.Store | None = None
         self._ends = threading.Event()
@@ -448,6 +449,7 @@ class Watchdog:
         store, me = self._connection(), dist.get_rank()
         if mine is not None and (mine.is_next or mine.thread == order.thread):
             self._tell(store, order, mine, me)
+        self._tell_rest(store, order)
         own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
         for scope in scopes:
@@ -456,7 +458,7 @@ class Watchdog:
             over = _found(store, f"{_of(scope)}/over")
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
                 self._answer(store, own, _astray(over["text"], over["rank"]))
-                self._end(order, over["text"], set())
+                self._end(order, over["text"], {rest[0]} if (rest := self._rests[order]) is not None else set())
                 return
         if not store.check([f"{_of(order.group)}/notice"]):
             return
@@ -467,6 +469,16 @@ class Watchdog:
             # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
+            return
+        rest = _found(store, f"{_of(order.group)}/rest")
+        if (
+            rest is not None
+            and rest["rank"] != me
+            and rest["epoch"] == order.epoch
+            and _cannot_meet(rest, order, models)
+        ):
+            text = _text_of_rest(rest, self._here(order, any_of_mine)) + _steps(rest, order.steps)
+            self._conclude(store, order, models, own, text, rest["rank"], set())
             return
         ask = _found(store, f"{_of(order.group)}/ask")
         if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
@@ -512,6 +524,25 @@ class Watchdog:
         ask = _found(store, key)
         if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
             store.set(key, "null")
+
+    def _tell_rest(self, store: dist.Store, order: Order) -> None:
+        """Tell other ranks in which collective of the program itself this one waits, if it did when looked at before."""
+        name = compat.waits_in(sys._current_frames().get(order.thread))
+        rest = (name, compat.collectives_started(compat.process_group(name))) if name is not None else None
+        before, self._rests[order] = self._rests.get(order), rest
+        if rest is None or rest != before:
+            return
+        told = {
+            "epoch": order.epoch,
+            "steps": order.steps,
+            "progress": order.progress,
+            "rank": dist.get_rank(),
+            "group": name,
+            "line": program_line(sys._current_frames().get(order.thread)),
+            "counts": _collectives_started(),
+        }
+        store.set(f"{_of(order.group)}/rest", json.dumps(told))
+        store.set(f"{_of(order.group)}/notice", "")
 
     def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
         """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
@@ -622,6 +653,27 @@ def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched]
     return journal.has_started_beyond(counts, {model.name for model in models})
 
 
+def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]) -> bool:
+    """Whether this rank and one that waits in a collective of the program itself wait for each other.
+
+    The other rank waits until this one starts that collective. This one waits for a collective of the models that the
+    other has not started, or that has the number of the other one.
+
+    Args:
+        rest: What the other rank has told.
+    """
+    started, counts, group = _collectives_started(), rest["counts"], rest["group"]
+    if group not in started or not is_in_package(sys._current_frames().get(order.thread)):
+        return False
+    if started[group] >= counts[group]:
+        return journal.began_with(group, counts[group], {model.name for model in models})
+    return any(
+        started[name] > counts[name]
+        for name in set().union(*(model.communicators for model in models)) & started.keys() & counts.keys()
+        if rest["rank"] in dist.get_process_group_ranks(compat.process_group(name))
+    )
+
+
 def _astray(text: str, rank: int) -> dict[str, Any]:
     return {"kind": "astray", "ranks": [rank], "text": text}
 
@@ -691,6 +743,13 @@ def _text_of_end(failed: dict[str, Any]) -> str:
 
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
     return f"{_text_of_end(failed)}, and will not start what other ranks wait for; {here}."
+
+
+def _text_of_rest(rest: dict[str, Any], here: str) -> str:
+    return (
+        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, over process "
+        f"group {rest['group']}{_at(rest)}; {here}."
+    )
 
 
 def _steps(told: dict[str, Any], mine: int) -> str:

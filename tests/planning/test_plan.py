@@ -603,6 +603,21 @@ def test_command_explains_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
+def test_a_name_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    stored = tmp_path / "models--a-llama--Tiny"
+    for folder in ("refs", "blobs", "snapshots/0a"):
+        (stored / folder).mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0a")
+    (stored / "blobs" / "1b").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 32}))
+    (stored / "snapshots" / "0a" / "config.json").symlink_to("../../blobs/1b")
+    for name in ("a-llama/Tiny", "hf:a-llama/Tiny", str(stored / "snapshots" / "0a")):
+        assert workload(name).length == 32
+    with pytest.raises(ValueError, match=r"hf download a-llama/Other config\.json"):
+        workload("a-llama/Other")
+
+
 # -- host memory ------------------------------------------------------------------------------------------------------
 
 

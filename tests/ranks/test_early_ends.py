@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER
 from pool import server
+from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 
@@ -43,7 +45,11 @@ def train(way: str, mode: str, rank: int, port: int, said: Connection) -> None:
         call: Any = fsdp2.fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
-        call = model = fully_shard_model(model, fsdp_unit_modules=[zoo.Block])
+        ranks = None
+        if way == "waits elsewhere":
+            own = dist.new_group(timeout=timedelta(minutes=30))
+            ranks = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("dp",))
+        call = model = fully_shard_model(model, ranks, fsdp_unit_modules=[zoo.Block])
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         if mode != EAGER:
             call = torch.compile(model, backend="mfsdp", options={"inner": mode})
@@ -60,6 +66,9 @@ def train(way: str, mode: str, rank: int, port: int, said: Connection) -> None:
             sys.last_value = ValueError("no more data")  # as Python does with errors that end a program
         if way == "destroy":
             dist.destroy_process_group()
+        if "waits" in way:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
         atexit._run_exitfuncs()  # as at the end of a program
         os._exit(0)
     begun = time.monotonic()
@@ -82,6 +91,8 @@ CASES = [
     ("end", FACE),
     ("destroy", EAGER),
     ("barrier", EAGER),
+    ("waits", EAGER),
+    ("waits elsewhere", AOT_EAGER),
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in (("error", EAGER), ("end", AOT_EAGER), ("destroy", AOT_EAGER), ("error", FACE), ("destroy", FACE))
@@ -106,10 +117,13 @@ def test_a_rank_takes_fewer_steps(way: str, mode: str) -> None:
             process.kill()
             process.join()
     assert took < SECONDS
+    assert ("gather " in text) == (way != "barrier"), text
+    assert ("after 3 optimizer steps: Rank 1" if way == "barrier" else "in its 4th optimizer step") in text, text
+    if "waits" in way:
+        assert f"Rank 1 waits after {SHORT} optimizer steps in a collective of the program itself" in text, text
+        return
     how = {
         "error": "had ended its program with ValueError: no more data",
         "destroy": "had destroyed its process group",
     }.get(way, "had ended its program")
     assert f"Rank 1 {how} (after {SHORT} optimizer steps; its last: a step of SGD" in text, text
-    assert ("after 3 optimizer steps: Rank 1" if way == "barrier" else "in its 4th optimizer step") in text, text
-    assert ("gather " in text) == (way != "barrier")
