@@ -551,9 +551,16 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/ranks/watchdog.py",
         "ranks wait for one that has failed inside of a gather",
-        " or _is_ahead(models, failed)):",
-        "):",
+        " or any(started[name] > count for name, count in counts.items())",
+        "",
         ("ranks/test_fault_table.py -k some_of_the_table",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "a program's own collectives count as waits for a rank that has failed",
+        "if asks or is_in_package(sys._current_frames().get(order.thread)):",
+        "if True:",
+        ("ranks/test_stalls.py -k handles_the_failure",),
     ),
     Mutant(
         "runtime/compat/distributed.py",

@@ -252,6 +252,19 @@ def test_shards_do_not_mix_with_a_ranks_own_values_in_backward() -> None:
         handle.remove()
         model.reset()
 
+    for write in (
+        lambda norm: norm.detach().add_(own[0, 0]),
+        lambda norm: norm.detach().copy_(own[0, 0]),
+        lambda norm: torch._foreach_mul_([norm.detach()], own[0, 0]),
+        lambda norm: norm.detach().expand(2).clone().index_put_((torch.tensor([0]),), own[0, :1]),
+    ):
+        handle = net.head.register_full_backward_hook(lambda *_, write=write: print(write(weight.norm())))
+        loss = model(x).sum()
+        with parity.raises_everywhere(RuntimeError, "to a result that is the same on every rank"):
+            loss.backward()
+        handle.remove()
+        model.reset()
+
     whole = weight.full_tensor()
     found: list[tuple[Any, Tensor]] = []
 
