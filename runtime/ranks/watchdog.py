@@ -471,12 +471,8 @@ class Watchdog:
             self._conclude(store, order, models, own, text, failed["rank"], set())
             return
         rest = _found(store, f"{_of(order.group)}/rest")
-        if (
-            rest is not None
-            and rest["rank"] != me
-            and rest["epoch"] == order.epoch
-            and _cannot_meet(rest, order, models)
-        ):
+        is_of_another = rest is not None and rest["rank"] != me and rest["epoch"] == order.epoch
+        if is_of_another and _cannot_meet(rest, order, models):
             text = _text_of_rest(rest, self._here(order, any_of_mine)) + _steps(rest, order.steps)
             self._conclude(store, order, models, own, text, rest["rank"], set())
             return
