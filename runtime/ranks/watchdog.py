@@ -301,11 +301,11 @@ class Watchdog:
         if not live or any(order.stalled is not None for order in live):
             return
         order = _main(live)
+        what = what or journal.doing() or order.latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what or journal.doing() or order.latest}, {order.progress}. "
-            f"{self._why_failed(live, error)} Weights and optimizer "
-            f"state are those of the last optimizer step; {RESET} makes the model usable again where all ranks live. "
-            f"The backend's error: {error}"
+            f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. {self._why_failed(live, error)} "
+            f"Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again where all "
+            f"ranks live. The backend's error: {error}"
         ) from error
 
     @contextlib.contextmanager
@@ -523,7 +523,8 @@ class Watchdog:
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell other ranks in which collective of the program itself this one waits, if it did when looked at before."""
-        name = compat.waits_in(sys._current_frames().get(order.thread))
+        frame = sys._current_frames().get(order.thread)
+        name = compat.waits_in(frame) if not is_in_package(frame) else None
         rest = (name, compat.collectives_started(compat.process_group(name))) if name is not None else None
         before, self._rests[order] = self._rests.get(order), rest
         if rest is None or rest != before:
@@ -534,7 +535,7 @@ class Watchdog:
             "progress": order.progress,
             "rank": dist.get_rank(),
             "group": name,
-            "line": program_line(sys._current_frames().get(order.thread)),
+            "line": program_line(frame),
             "counts": _collectives_started(),
         }
         store.set(f"{_of(order.group)}/rest", json.dumps(told))
@@ -728,8 +729,8 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the others to do "
-        f"the same; {here}."
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the "
+        f"others to do the same; {here}."
     )
 
 
