@@ -9,8 +9,8 @@ thread
   program, and how many phases and collectives it has begun before;
 *   of any other rank checks whether there is such a rank. If this rank has begun more than the asking rank, and was not
   asked the same question, the asking rank will never start what this rank waits for: they have certainly diverged.
-    A rank that waits in a collective of the program itself, such as a barrier, tells the others, too. It will never
-    start what another rank waits for in the model if that one has not started the barrier.
+  A rank that waits in a collective of the program itself, such as a barrier, tells the others, too. It will never
+  start what another rank waits for in the model if that one has not started the barrier.
 
 The rank that finds this publishes it for all, answers the agreement in place of the others, and ends its own wait by
 closing the connections of the model's process groups. Every rank gets an error that says which rank did what, and
