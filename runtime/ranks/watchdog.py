@@ -460,7 +460,7 @@ class Watchdog:
             over = _found(store, f"{_of(scope)}/over")
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
                 self._answer(store, own, _astray(over["text"], over["rank"]))
-                self._end(order, over["text"], {rest[0]} if (rest := self._rests[order]) is not None else set())
+                self._end(order, over["text"], set())
                 return
         if not store.check([f"{_of(order.group)}/notice"]):
             return
