@@ -582,7 +582,7 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "message"),
     [
         (["--model", "elephant"], "unknown model 'elephant'. Known: demo"),
-        (["--model", "llama3-7b"], "unknown model 'llama3-7b'. Did you mean 'llama3-8b'?"),
+        (["--model", "llama-8b"], "unknown model 'llama-8b'. Did you mean 'llama3-8b'?"),
         (["--model", "hf:nowhere"], "nowhere: neither a file nor a folder"),
         (["--model", "meta-llama/Llama3-8B"], "Get it once with `hf download meta-llama/Llama3-8B config.json`"),
         (["--model", "nowhere:model"], "nowhere:model cannot be imported"),
