@@ -85,17 +85,19 @@ def train(way: str, mode: str, rank: int, port: int, said: Connection) -> None:
     os._exit(0)
 
 
+SHORT_CASES = [("end", EAGER), ("error", AOT_EAGER), ("destroy", EAGER), ("waits", EAGER)]
+"""Cases of ``make test``; ``make long`` has all."""
+
 CASES = [
-    ("end", EAGER),
-    ("error", AOT_EAGER),
-    ("end", FACE),
-    ("destroy", EAGER),
-    ("barrier", EAGER),
-    ("waits", EAGER),
-    ("waits elsewhere", AOT_EAGER),
+    *SHORT_CASES,
     *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in (("error", EAGER), ("end", AOT_EAGER), ("destroy", AOT_EAGER), ("error", FACE), ("destroy", FACE))
+        pytest.param(way, mode, marks=pytest.mark.long)
+        for way, mode in (
+            *((way, mode) for way in ("end", "error", "destroy") for mode in (EAGER, AOT_EAGER, FACE)),
+            ("barrier", EAGER),
+            ("waits elsewhere", AOT_EAGER),
+        )
+        if (way, mode) not in SHORT_CASES
     ),
 ]
 
