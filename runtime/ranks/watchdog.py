@@ -704,7 +704,7 @@ def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int
             f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
             "What it printed last, or the log of its machine, tells."
         )
-    return f"{_text_of_end(told[gone[0]])}, and its process has ended."
+    return f"{_text_of_end(next(filter(None, told.values())))}, and its process has ended."
 
 
 def _end_of(group: str, rank: int) -> str:
