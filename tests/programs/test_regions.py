@@ -160,7 +160,9 @@ REGIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
     "Metric": (Metric, {}, "nothing differentiable reads output 1"),
     "ManyDropout": (ManyDropout, {"region_0": 6}, ""),
     "Inside": (Inside, {"region_0": 6}, ""),
-    "Views": (Views, {}, "the gradient of output 0 of one of its units has other strides"),
+    "Views": (Views, {"region_0": 5}, "")
+    if torch.__version__.startswith("2.11.")  # its gradients have the strides of the outputs
+    else (Views, {}, "the gradient of output 0 of one of its units has other strides"),
     "NoGradient": (NoGradient, {"region_0": 3, "region_1": 3}, "no other unit is equal to it"),
     "Hooked": (Hooked, {"region_0": 6}, ""),
     "Norms": (zoo.Norms, {}, "it writes to a tensor from outside"),
