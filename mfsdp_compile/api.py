@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import reprlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
 from .progress import working
+from .runtime.program_lines import warn
 from .tracebacks import shorten_uncaught
 from .wrapper import MegatronFSDP
 
@@ -652,12 +652,11 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
             f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}. Both must be the same type "
             "of device."
         )
-    if chosen.type == "cpu" and device is None and "cuda" in compat.device_types() and dist.get_rank() == 0:
-        warnings.warn(
+    if chosen.type == "cpu" and device is None and "cuda" in compat.device_types():
+        warn(
             "The model is on the CPU and trains there, although the process group also has a backend for CUDA and there "
             "are GPUs. To train on them, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
             "init_process_group and model.cuda() before sharding, or pass this rank's GPU as device. device='cpu' ends this warning.",
-            stacklevel=4,
         )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())

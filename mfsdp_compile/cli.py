@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from mfsdp_compile import __version__
 from mfsdp_compile._quick_imports import quick_imports
+from mfsdp_compile.runtime.nearest import did_you_mean
 
 __all__ = ["command", "main"]
 
@@ -36,6 +37,15 @@ def command() -> int:
     return main()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, also of commands, whose errors about unknown choices name the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        if (told := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)) is not None:
+            message += did_you_mean(told[1], re.findall(r"[\w.-]+", told[2]))
+        super().error(message)
+
+
 def _hide_leaks() -> None:
     """Hide the 34 lines about leaks in triton that nanobind prints when Python has ended."""
     sys.stderr.flush()
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, without the name of the program. Returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and not words[0].startswith("-") else None
-    parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded data-parallel training done by a compiler.")
+    parser = _Parser(prog="mfsdp", description="Sharded data-parallel training done by a compiler.")
     parser.add_argument("--version", action="version", version=f"mfsdp-compile {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="command", title="commands")
     added = {each: parsers.add_parser(each, help=about.help) for each, about in COMMANDS.items()}
@@ -54,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.parse_args(words)  # ends the program: prints help or version, or that a command is missing
         return 2
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, 1)
-        also = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        parser.error(f"there is no command {name!r}.{also} mfsdp --help lists all.")
+        parser.error(f"there is no command {name!r}.{did_you_mean(name, COMMANDS)} mfsdp --help lists all.")
     with quick_imports():
         run = COMMANDS[name].add(added[name])
     return run(parser.parse_args(words))

@@ -7,13 +7,15 @@ passes through this package and nobody catches it, only the program's own lines 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator
 from types import TracebackType
 
 from .runtime import compat
-from .runtime.ranks.journal import PACKAGE_FOLDERS, TORCH_FOLDER, on_uncaught_exceptions
+from .runtime.program_lines import PACKAGE_FOLDERS, TORCH_FOLDER
+from .runtime.ranks.journal import on_uncaught_exceptions
 
 __all__ = ["shorten_uncaught", "shortened"]
 
@@ -43,7 +45,11 @@ def shortened(error: BaseException) -> BaseException:
     if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.not_traceable())):
         return error
     told = compat.inner_exception(error) if isinstance(error, compat.backend_failed()) else error
-    kept = [frame for frame in frames if not _is_in(frame, (*PACKAGE_FOLDERS, TORCH_FOLDER, "<frozen "))]
+    kept = [
+        frame
+        for frame in frames
+        if not _is_in(frame, (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, "<frozen "))
+    ]
     traceback = None
     for frame in reversed(kept):
         traceback = TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +13,7 @@ from torch import fx
 from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.program_lines import warn
 
 from .decisions import Decisions
 from .phase import Phase
@@ -103,10 +103,9 @@ class SchedulePolicy:
         if not isinstance(self.reshard_after_forward, (bool, str)) and self.reshard_after_forward < 2:
             if self.reshard_after_forward < 1:
                 raise ValueError(f"reshard_after_forward takes at least 1 rank, got {self.reshard_after_forward}")
-            warnings.warn(
+            warn(
                 "reshard_after_forward=1 keeps what forward has gathered, which is the same as False. Say True to "
                 "gather it again in backward.",
-                stacklevel=4,
             )
             object.__setattr__(self, "reshard_after_forward", False)
         if not isinstance(self.activation_offload, int) and self.activation_offload != "auto":
@@ -117,8 +116,10 @@ class SchedulePolicy:
             raise ValueError(f"activation_offload cannot be negative, got {self.activation_offload}")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
-        if not 0 <= self.budget_reserve < 1:
-            raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve}")
+        if not isinstance(self.keep_last, bool):
+            raise TypeError(f"keep_last takes True or False, got {self.keep_last!r}")
+        if not isinstance(self.budget_reserve, (int, float)) or not 0 <= self.budget_reserve < 1:
+            raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve!r}")
 
     @property
     def portions(self) -> int:

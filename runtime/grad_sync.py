@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from .eager.engine import EagerRuntime
 from .layout import Slot
 from .memory import gradients
 from .memory.bucket import Bucket
+from .program_lines import warn
 from .ranks.agreement import everyones
 from .ranks.conduct import Conduct
 
@@ -257,12 +257,12 @@ class GradSync:
             return
         if (missing := step_checks.missing(self._buckets, reduced)) is not None and missing not in self._warned:
             self._warned.add(missing)
-            warnings.warn(
+            warn(
                 f"Step {self._conduct.steps} of {self._conduct.name}: backward reduced gradients of {missing}. The "
                 "loss did not depend on the others on any rank; it has no gradients, and optimizers leave it alone. "
                 "(Told once.)",
                 RuntimeWarning,
-                stacklevel=5,
+                by=dist.get_process_group_ranks(self._conduct.members.group)[0],
             )
 
     def forget_reduced(self) -> None:

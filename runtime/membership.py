@@ -16,6 +16,7 @@ from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan
 from .plan.partition import Partition, local_part, model_ranks
+from .ranks import compared
 from .ranks.agreement import agree, value_digest
 from .topology import Accumulation, Group, Topology
 
@@ -192,7 +193,7 @@ class Membership:
                         shape = tuple(local_part(params[name]).shape)
                         lines.append(f"parameter {name}: {shape}, {params[name].dtype}")
                         if check_values and not params[name].is_meta:
-                            lines.append(f"values of {name}: {value_digest(local_part(params[name]))}")
+                            lines.append(compared.line(f"values of {name}", value_digest(local_part(params[name]))))
                 dimension = (mesh.mesh_dim_names or ("",))[dim]
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
                 agree(mesh.get_group(dim), topic, lambda lines=lines: lines, heeds_refusals=True)  # type: ignore[misc]

@@ -45,6 +45,7 @@ from .owner import ignore, owners_of, stop_ignoring
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers, local_part
 from .precision import Policies
+from .ranks import compared
 from .ranks.agreement import agree, value_digest
 from .ranks.conduct import Conduct
 from .ranks.journal import journal
@@ -343,7 +344,7 @@ class ShardedModel:
 
     def _noted_values(self) -> list[str]:
         return [
-            f"values of {name}: {digest}"
+            compared.line(f"values of {name}", digest)
             for bucket in self.buckets
             for name, digest in sorted(bucket.params[0].backing.noted.items())
         ]

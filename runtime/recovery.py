@@ -6,13 +6,13 @@ would be matched with those: wrong values if sizes happen to be equal, a hang if
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from . import compat
+from .program_lines import warn
 from .ranks.agreement import has_others
 from .ranks.collective_order import RESET
 from .ranks.watchdog import watchdog
@@ -113,10 +113,10 @@ def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> 
     if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(compat.process_group(name)):
         watchdog.revive(name)
         return
-    warnings.warn(
+    warn(
         f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() cannot "
         "connect it again: it has other ranks than the model, another backend than gloo, or was closed too often. Replace it "
         "where the program uses it (torch.distributed.new_group).",
         RuntimeWarning,
-        stacklevel=4,
+        by=ranks[0],
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import compat
 from .casts import Casts
 from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .eager.modules import shard_module
@@ -157,6 +158,8 @@ def shard_model(
         registration.register(buckets)
     _shard_modules(module, sharded, made.homes, casts)
     guard_saving(module)
+    for part in module.modules():
+        compat.refuse_other_sharding(part)
     sharded.forget_old_code()
     sharded.awaits_values = initializer is not None and not initializer.gives_values
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):

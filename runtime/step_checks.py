@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from .memory import gradients
 from .memory.bucket import Bucket
 from .memory.redistribute import as_real
 from .memory.tensor import UnreducedGradient
+from .program_lines import warn
 from .ranks.agreement import everyones, value_digest
 
 __all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
@@ -91,11 +91,11 @@ def check_first_step(
     if bad := [
         f"{_listed(its['not finite'])} on rank {r}" for r, its in zip(ranks, everyone, strict=True) if its["not finite"]
     ]:
-        warnings.warn(
+        warn(
             f"The first step's gradients are not finite: {'; '.join(bad[:_SHOWN])}. A scaled loss that overflows is no "
             "harm, the scaler skips the step; report_nan_in_param_grad=True looks at every step.",
             RuntimeWarning,
-            stacklevel=4,
+            by=ranks[0],
         )
     _warn_of_buffers([its["buffers"] for its in everyone], ranks, "at the first step")
 
@@ -135,12 +135,12 @@ def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], w
     names = [name for name in everyone[0] if len({its.get(name) for its in everyone}) > 1]
     if names:
         rank = next(r for r, its in zip(ranks, everyone, strict=True) if its.get(names[0]) != everyone[0][names[0]])
-        warnings.warn(
+        warn(
             f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on with its "
             "own, and checkpoints have the first rank's. If they should be equal, as running statistics mostly should: "
             "torch.nn.SyncBatchNorm, or broadcast them.",
             RuntimeWarning,
-            stacklevel=5,
+            by=ranks[0],
         )
 
 

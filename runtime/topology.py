@@ -31,6 +31,7 @@ from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
 from .memory import host
 from .memory.comm_buffers import NO_BUFFERS, Buffers
+from .nearest import did_you_mean
 from .quantize import DEQUANTIZED, DEQUANTIZING
 from .ranks.agreement import announce
 
@@ -70,7 +71,8 @@ class ShardingStrategy(IntEnum):
         for strategy in ShardingStrategy:
             if value == strategy.value or value == strategy.name.lower():
                 return strategy
-        raise ValueError(f"{argument} takes {choices}; got {value!r}")
+        nearest = did_you_mean(value, [strategy.name.lower() for strategy in ShardingStrategy])
+        raise ValueError(f"{argument} takes {choices}; got {value!r}.{nearest}")
 
 
 @dataclass

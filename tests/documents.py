@@ -389,7 +389,7 @@ def _hang(folder: Path) -> None:
 
     def state(rank: int, started: int, what: str, graph: str, step: int, place: str | None) -> list[dict[str, Any]]:
         launch = {"what": what, "group": "0", "number": started, "started": True}
-        entry = {"at": 0.0, "step": step, "model": "Llama #1", "what": graph, "launches": [launch]}
+        entry = {"at": 0.0, "step": step, "model": "Llama", "what": graph, "launches": [launch]}
         groups = {"0": {"ranks": [0, 1], "started": started}}
         about = {"host": f"node-{'ab'[rank]}", "why": "nothing new for 360 s", "place": place, "stacks": []}
         return [{"rank": rank, "world_size": 2, "groups": groups, "entries": [entry], **about}]

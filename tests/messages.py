@@ -18,7 +18,7 @@ SHORTEST = 8
 
 @dataclass(frozen=True)
 class Message:
-    """Message of a ``raise`` or a ``warnings.warn``.
+    """Message of a ``raise`` or a ``warn``.
 
     Args:
         place: File and line, as ``runtime/model.py:120``.
@@ -51,7 +51,7 @@ class Module:
             for node in _own(function):
                 if isinstance(node, ast.Raise) and node.exc is not None:
                     yield from self._raised(node, function)
-                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warn":
                     yield self._message(node, "warning", [node.args[0]], function)
 
     def _raised(self, node: ast.Raise, function: ast.AST) -> Iterator[Message]:

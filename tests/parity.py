@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,6 +203,16 @@ def close(what: str, mine: Tensor, its: Tensor, relative: float = 1e-5, scale: f
     bound = relative * max(its.abs().max().item(), scale * 1e-2, 1e-12)
     difference = (mine - its).abs().max().item()
     assert difference <= bound, f"{what}: differs by {difference}, allowed {bound}"
+
+
+@contextlib.contextmanager
+def first_rank_warns(category: type[Warning], match: str) -> Iterator[list[warnings.WarningMessage]]:
+    """Context in which rank 0 gives a warning, and no other rank does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    said = [each for each in caught if issubclass(each.category, category) and re.search(match, str(each.message))]
+    assert bool(said) == (dist.get_rank() == 0), [str(each.message) for each in caught]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +47,7 @@ from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.bucket import Bucket, BucketPlan, Home
 from mfsdp_compile.runtime.model import ShardedModel, models_of
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
 from mfsdp_compile.runtime.topology import Topology
 
@@ -75,10 +75,9 @@ def mfsdp(
     compat.compile_beyond_limit(_warn_of_limit)
     if not shells:
         if not ShardedModel.any_exists():
-            warnings.warn(
+            warn(
                 'backend="mfsdp" compiles a model that is not sharded, and this process has no sharded model: every '
                 "rank would train alone. Call fully_shard_model first.",
-                stacklevel=2,
             )
         alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
 
@@ -159,18 +158,18 @@ def _warn_of_limit(reached: compat.LimitReached) -> None:
     shapes = ", ".join(str(list(shape)) for shape in reached.shapes[:_SHOWN])
     why = f"{reached.limit} graphs of {reached.code} are not for what it is called with now, tensors of {shapes or 'no shape'}"
     if reached.setting == "recompile_limit":
-        warnings.warn(
+        warn(
             f"{why}, and torch._dynamo.config.recompile_limit is {reached.limit}. It is compiled again, for sizes and "
             "numbers that vary: if this rank ran it eagerly, it would start other collectives than ranks that run its "
             f"graphs. Pass torch.compile(dynamic=True), or raise the limit. Last guard that failed: {reached.reason}",
-            stacklevel=2,
+            by=None,
         )
     else:
-        warnings.warn(
+        warn(
             f"{why}, and torch._dynamo.config.{reached.setting} is {reached.limit}. It runs eagerly from now on, which is "
             "an error on all ranks if others run its graphs. Keep what varies constant or the same on all ranks, or "
             f"raise the limit. Last guard that failed: {reached.reason}",
-            stacklevel=2,
+            by=None,
         )
 
 
@@ -244,11 +243,10 @@ def prepare(
     if not served:
         _refuse_hooks(owners, buckets)
     if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
-        warnings.warn(
+        warn(
             f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the "
             "CPU when the auxiliary loss is part of the outputs, with or without this package. Use torch 2.15, "
             "options={'inner': 'aot_eager'}, or output_router_logits=False, and compare with model.verify_step(batch).",
-            stacklevel=2,
         )
     portions = chosen.schedule.portions
     for owner in owners if portions else ():

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from mfsdp_compile.passes import readable, unshard
 from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.program_lines import warn
 
 __all__ = ["GraphFolder"]
 
@@ -58,9 +58,7 @@ class GraphFolder:
         try:
             self._write(phase, graph, report)
         except Exception as error:
-            warnings.warn(
-                f"MFSDP_DEBUG_DIR: a graph could not be written to {self._path}: {error}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"MFSDP_DEBUG_DIR: a graph could not be written to {self._path}: {error}", RuntimeWarning, by=None)
 
     def _write(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
         kind = phase.value if phase is not None else "dynamo"

@@ -18,6 +18,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.fp8_linear import SCALINGS
+from mfsdp_compile.runtime.nearest import did_you_mean
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
@@ -134,6 +135,8 @@ class CompileOptions:
                 f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Pass Inductor's settings in "
                 "options, for instance options={'inductor': {'max_autotune': True}}."
             )
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"torch.compile takes options as a dict, such as {{'prefetch': 2}}, got {options!r}")
         given = dict(options or {})
         schedule_names = {f.name for f in fields(SchedulePolicy)}
         numbers = {name: given.pop(name) for name in schedule_names & given.keys()}
@@ -162,7 +165,10 @@ class CompileOptions:
         progress = given.pop("progress", True)
         if given:
             known = sorted(schedule_names | _OTHERS)
-            raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
+            raise ValueError(
+                f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}."
+                f"{did_you_mean(next(iter(given)), known)}"
+            )
         if inner not in INNER_COMPILERS:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
         if not isinstance(float32_gradients, bool):
@@ -183,6 +189,8 @@ class CompileOptions:
                 raise TypeError(
                     f"options['passes'] takes callables (graph, context, phase) -> Report, got {user_pass!r}"
                 )
+        if not isinstance(inductor, Mapping):
+            raise TypeError(f"options['inductor'] takes a dict of settings of torch._inductor.config, got {inductor!r}")
         if inductor and inner != "inductor":
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
         if unknown := compat.unknown_inductor_options(inductor):
@@ -315,7 +323,8 @@ def _optimizer(given: Any) -> OptimizerCost:
         return given
     if given not in OPTIMIZERS:
         raise ValueError(
-            f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}"
+            f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}."
+            f"{did_you_mean(given, OPTIMIZERS)}"
         )
     return OPTIMIZERS[given]
 

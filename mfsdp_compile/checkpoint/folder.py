@@ -11,7 +11,6 @@ import operator
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.run_lineage import Lineage
@@ -107,7 +107,7 @@ class Checkpoints:
         """
         complete, damaged = self._find()
         for _, error in damaged:
-            warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=2)
+            warn(f"A checkpoint is skipped: {error}", by=None)
         return [path for _, path in complete]
 
     def latest(self) -> Path | None:
@@ -323,7 +323,7 @@ class Checkpoints:
                     write_durably(self.root / _LATEST, final.name)
                     self._remove_old(sharded.lineage)
                 except OSError as error:  # the checkpoint itself is complete
-                    warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
+                    warn(f"{final} is complete, but cleaning up around it failed: {error}", by=None)
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
@@ -348,7 +348,7 @@ class Checkpoints:
         for path, error in damaged:
             if path.name not in self._told:
                 self._told.add(path.name)
-                warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=5)
+                warn(f"A checkpoint is skipped: {error}", by=None)
         serial = complete[-1][0].serial + 1 if complete else 0
         names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
         # A name is taken by an earlier checkpoint, which stays, or by a save of another job that is in progress.
@@ -365,20 +365,20 @@ class Checkpoints:
                 continue
             self._told.add(run)
             if run in lineage.refused:
-                warnings.warn(
+                warn(
                     f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: {lineage.refused[run]} "
                     f"This run, {lineage.run}, goes on from an earlier one, and does not remove them. Remove what is "
                     "damaged, or move it elsewhere.",
-                    stacklevel=4,
+                    by=None,
                 )
                 continue
-            warnings.warn(
+            warn(
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
                 "and does not remove it. If another job is at work, give each a folder of its own: loading takes the "
                 "last checkpoint of all. If this training was started over, remove the old checkpoints; if it should go "
                 "on from them, load first.",
-                stacklevel=4,
+                by=None,
             )
 
     def _remove_old(self, lineage: Lineage) -> None:

@@ -48,6 +48,7 @@ from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, initial_state, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import name_of
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -722,10 +723,10 @@ class _LoadPlan:
         """Warn of two values of one parameter."""
         for first, second, key, loaded in self._twins:
             if not torch.equal(_local(self.staged[key]), _local(loaded)):
-                warnings.warn(
+                warn(
                     f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different "
                     f"values for them. The values of {first!r} were loaded.",
-                    stacklevel=4,
+                    by=None,
                 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.init.meta import has_meta
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.wrapper import MegatronFSDP
 
@@ -214,11 +214,10 @@ def _look_for_parts(module: nn.Module, config: Any) -> None:
     if size > 1 and not any(
         isinstance(param, DTensor) or getattr(param, "tensor_model_parallel", False) for param in module.parameters()
     ):
-        warnings.warn(
+        warn(
             f"tensor_model_parallel_size is {size}, but no parameter is marked as a part (tensor_model_parallel=True) or is a "
             f"DTensor: each of the {size} tensor-parallel ranks holds all parameters, and must get the same data. Build the model "
             "of tensor-parallel layers, or set it to 1.",
-            stacklevel=3,
         )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .settings import (
@@ -293,11 +293,10 @@ def _check(settings: _Settings) -> None:
             "False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        warnings.warn(
+        warn(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: communication and computation of FSDP share one hardware queue and "
             "block each other. Unset it (which may slow down tensor and context parallelism to some extent).",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 

@@ -31,7 +31,6 @@ Cost of a step with m microbatches, per bucket:
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor
+
+from mfsdp_compile.runtime.program_lines import warn
 
 from ..runtime.memory import gradients
 from ..runtime.memory.bucket import Bucket
@@ -157,12 +158,11 @@ class PipelineStage(pipelining.PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not full_backward:
-            warnings.warn(
+            warn(
                 "The schedule splits the backward into two, for inputs and for weights. A sharded stage runs both "
                 "where the first one stands: numbers are right, but weights are no work for bubbles. Schedule1F1B and "
                 "ScheduleInterleaved1F1B do not part it.",
                 RuntimeWarning,
-                stacklevel=2,
             )
         self._backwards += 1
         last = self._backwards == self.chunks  # a split backward is flagged only on its second part

@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"one of {', '.join(SHAPES)}; hf: and a folder with a Hugging Face config.json; or package.module:factory",
+        help=f"one of {', '.join(SHAPES)}; a folder with a Hugging Face config.json; the Hub's name of a model whose "
+        "config.json is in the local cache, such as meta-llama/Llama-3.1-8B; or package.module:factory",
     )
     parser.add_argument(
         "--world", default="8", help="numbers of ranks, with commas, such as 8,64,512 (default: %(default)s)"

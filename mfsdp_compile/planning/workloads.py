@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stag
 from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.untrusted_files import read_json, safe_name, typed
 
 __all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "ModelPart", "Workload", "workload"]
@@ -194,6 +196,9 @@ SHAPES: Mapping[str, _Shape] = {
 }
 """Known models by name. ``source`` says where their sizes come from."""
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+"""What names models on the Hugging Face Hub look like, and some folders."""
+
 CHECKPOINT = ("none", "selective", "full")
 
 
@@ -209,8 +214,9 @@ def workload(
     """Return the workload for an argument of ``mfsdp plan --model``.
 
     Args:
-        model: One of these: a name in :data:`SHAPES`; ``hf:`` followed by a folder or file with a Hugging Face
-            configuration, or by a name in :data:`SHAPES`; ``package.module:name``. Configurations may be of a language
+        model: One of these: a name in :data:`SHAPES`; a folder or file with a Hugging Face
+            configuration, or the Hub's name of a model whose configuration is in the local cache, after ``hf:`` or, if it
+            is a folder or has the form ``owner/name``, alone; ``package.module:name``. Configurations may be of a language
             model (including encoder-decoder models) or an image classifier. ``package.module:name`` is a function that
             returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload` with its own
             inputs and loss.
@@ -236,15 +242,16 @@ def workload(
         if shape.model is Llama:
             found = replace(found, divided=divided_llama(shape.config, dtype))
         found = replace(found, length=length or shape.length, **given)
-    elif model.startswith("hf:"):
+    elif model.startswith("hf:") or _HUB_ID.fullmatch(model) or Path(model, "config.json").is_file():
         found = replace(_hugging_face(name, dtype), **given)
         found = replace(found, length=length or found.length)
     elif ":" in model:
         found = _from_factory(model, given, length)
     else:
         raise ValueError(
-            f"unknown model {model!r}. Known: {', '.join(SHAPES)}; or pass hf:FOLDER with a config.json, or "
-            "package.module:name of a function that builds one"
+            f"unknown model {model!r}.{did_you_mean(model, SHAPES)} Known: {', '.join(SHAPES)}; or pass a folder with a Hugging "
+            "Face config.json, the Hub's name of a model that is in the local cache (owner/name), or package.module:name of a "
+            "function that builds one"
         )
     return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
 
@@ -322,10 +329,12 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
     except ImportError as error:
         raise ValueError(f"hf:{path} needs the package transformers: pip install 'mfsdp-compile[models]'") from error
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if _HUB_ID.fullmatch(path) and not file.is_file():
+        file = _cached_config(path)
     if not file.is_file():
         raise ValueError(
-            f"hf:{path}: neither a file nor a folder with a config.json; names are not looked up on the Hub. Models "
-            f"known by name: {', '.join(SHAPES)}"
+            f"{path}: neither a file nor a folder with a config.json.{did_you_mean(path, SHAPES)} Models known by name: "
+            f"{', '.join(SHAPES)}"
         )
     try:
         values = typed(read_json(file), dict, "it")
@@ -362,6 +371,19 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
     length = 1 if takes_images else min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
     name = values.get("_name_or_path") or os.path.basename(os.path.abspath(path))
     return Workload(name, build, "auto", inputs, lambda output: output.loss, length=length)
+
+
+def _cached_config(name: str) -> Path:
+    """Return the configuration of a model of the Hub, from the cache of this machine."""
+    from huggingface_hub import constants, try_to_load_from_cache  # transformers needs it, too
+
+    if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+        return Path(found)
+    raise ValueError(
+        f"{name}: no such folder, and its config.json is not in the cache of the Hugging Face Hub, "
+        f"{constants.HF_HUB_CACHE}. Nothing is downloaded here. Get it once with `hf download {name} config.json` (no weights "
+        f"are needed), or pass a folder with it.{did_you_mean(name.rpartition('/')[2].lower(), SHAPES)}"
+    )
 
 
 def _traceable(model: Any) -> nn.Module:

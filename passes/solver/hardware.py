@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.untrusted_files import FileRefused, parse_json, read_text, safe_name, typed, whole
 
 __all__ = ["Hardware", "Link", "hardware", "known_gpu", "known_hardware"]
@@ -180,8 +181,8 @@ def hardware(name: str) -> Hardware:
             raise ValueError(f"hardware file {name}: {error}") from error
     if name not in known_hardware():
         raise ValueError(
-            f"unknown hardware {name!r}. Known: {', '.join(known_hardware())}; or pass a .json file written by `mfsdp "
-            "calibrate`"
+            f"unknown hardware {name!r}.{did_you_mean(name, known_hardware())} Known: {', '.join(known_hardware())}; or pass a "
+            ".json file written by `mfsdp calibrate`"
         )
     text = (resources.files(__package__) / "machines" / f"{name}.json").read_text()
     return Hardware.from_json(text, name)

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import compat
 from ..model import ShardedModel
+from ..program_lines import program_line_of
 from ..ranks.agreement import has_others
-from ..ranks.journal import program_line_of
 from .addresses import Baked, Fact, difference, refuse_optimizers, static_tensors
 from .devices import Graph, GraphDevice
 from .host_state import HostState

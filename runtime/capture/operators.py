@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import compat
-from ..ranks.journal import program_line
+from ..program_lines import program_line
 
 __all__ = ["CaptureRefused", "CapturedOperators"]
 

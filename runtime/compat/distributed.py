@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
@@ -42,6 +42,7 @@ __all__ = [
     "all_reduce_on_host",
     "all_to_all",
     "all_to_all_autograd",
+    "before_destruction",
     "collectives_started",
     "configured_options",
     "count_again",
@@ -58,6 +59,7 @@ __all__ = [
     "new_group_like",
     "process_group",
     "reduce_scatter",
+    "refuse_other_sharding",
     "register_fully_sharded",
     "stand_around_collectives",
     "timeout_of",
@@ -87,7 +89,27 @@ step.
 
 def register_fully_sharded(module: nn.Module) -> None:
     """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
-    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    refuse_other_sharding(module)
+    vars(module)[REGISTRY_KEY]["fully_shard"] = RegistryItem()
+
+
+def refuse_other_sharding(module: nn.Module) -> None:
+    """Let torch's ``fully_shard``, ``replicate`` and FSDP raise an error for a module, or for one that contains it."""
+    for key in (REGISTRY_KEY, STATE_KEY):
+        vars(module)[key] = _OfSharded(vars(module).get(key, {}))
+
+
+class _OfSharded(dict[Any, Any]):
+    """What torch's composable functions keep in a module. They ask it whether others were applied to the module."""
+
+    def __contains__(self, key: object) -> bool:
+        if key == "replicate" or getattr(key, "__name__", "") in ("fully_shard", "replicate"):
+            raise ValueError(
+                "torch's fully_shard, replicate or FullyShardedDataParallel got a module that this package has sharded: its "
+                "parameters would be divided, and its gradients reduced, twice. Use the sharded model itself; FSDP2's fully_shard "
+                "for it is mfsdp_compile.fsdp2.fully_shard."
+            )
+        return super().__contains__(key)
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
@@ -315,13 +337,19 @@ def new_group(
 @contextlib.contextmanager
 def finishing_first(finish: Callable[[], Any]) -> Iterator[None]:
     """Context in which ``destroy_process_group()`` calls ``finish`` before it destroys all groups."""
-    last = _Last(finish)
-    _world.comms.append(last)
+    last = before_destruction(finish)
     try:
         yield
     finally:
         if not last.is_finalized:  # else torch iterates over the list, and clears it
             _world.comms.remove(last)
+
+
+def before_destruction(call: Callable[[], Any]) -> _Last:
+    """Have ``destroy_process_group()`` call a function before it destroys all groups."""
+    last = _Last(call)
+    _world.comms.append(last)
+    return last
 
 
 class _Last:

@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,11 +103,14 @@ def writes_gradients(module: nn.Module) -> bool:
     return is_layer(type(module)) and getattr(module, "fuse_wgrad_accumulation", False) is True
 
 
-def prepare_layer(module: nn.Module, forms: Iterable[str]) -> None:
+def prepare_layer(module: nn.Module, forms: Iterable[str]) -> bool:
     """Change the settings of a layer that do not work together when it is sharded.
 
     Args:
         forms: Forms in which it will get its parameters; see :mod:`..forms`.
+
+    Returns:
+        Whether ``fuse_wgrad_accumulation`` was switched off.
     """
     if is_layer(type(module)) and not FORMS.keys() & set(forms):
         module.primary_weights_in_fp8 = False  # type: ignore[assignment]
@@ -116,11 +118,8 @@ def prepare_layer(module: nn.Module, forms: Iterable[str]) -> None:
     if of_norm and writes_gradients(module) and hasattr(type(module), "is_fsdp2"):
         # It looks for the memory of the gradient only if it has kept a quantized weight, which costs more than a copy.
         module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
-        warnings.warn(
-            "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the quantized "
-            "weights of all layers from forward to backward. Their gradients are copied into the bucket instead.",
-            stacklevel=2,
-        )
+        return True
+    return False
 
 
 def check_layer(module: nn.Module, name: str) -> None:

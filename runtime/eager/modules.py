@@ -38,6 +38,7 @@ from ..casts import Casts
 from ..memory.bucket import Home
 from ..memory.extension import FORM as EXTENSION
 from ..plan.partition import Partition
+from ..program_lines import warn
 from .engine import Window
 
 __all__ = [
@@ -89,7 +90,11 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
-    compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()])
+    if compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()]):
+        warn(
+            "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the quantized "
+            "weights of all layers from forward to backward. Their gradients are copied into the bucket instead."
+        )
     scalings = tuple(
         EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""
         for name, home in homes.items()

@@ -9,7 +9,6 @@ their rows.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
 from ..plan.partition import whole_tensor
+from ..program_lines import warn
 from .whole_step import WholeStep, whole_step_of
 
 __all__ = [
@@ -176,12 +176,11 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
             for param in group["params"]
         ]
     except Exception as error:
-        warnings.warn(
+        warn(
             f"The state of the {type(optimizer).__name__} cannot be created before its first step "
             f"({type(error).__name__}: {error}), so its state dict is empty and torch.distributed.checkpoint.load "
             "would load nothing into it. mfsdp_compile.checkpoint.load does.",
             RuntimeWarning,
-            stacklevel=3,
         )
         return []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence, Set
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from .. import compat
 from ..memory.bucket import Bucket
 from ..memory.tensor import refuse_unreduced
+from ..program_lines import warn
 from ..ranks.agreement import everyones
 from ..ranks.collective_order import RESET
 from ..ranks.conduct import Conduct
@@ -110,11 +110,11 @@ class StepTracker:
             f"rank {r} {count}{' and a part of one' if half else ''}"
             for r, (count, half) in zip(ranks, everyone, strict=True)
         ]
-        warnings.warn(
+        warn(
             f"{self._conduct.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer "
             "steps: its rows come from different steps. Load a checkpoint before you continue training.",
             RuntimeWarning,
-            stacklevel=4,
+            by=ranks[0],
         )
         self._conduct.steps = max(count for count, _ in everyone)
 

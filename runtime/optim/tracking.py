@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
-import os
 import sys
-import warnings
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
 from ..memory.tensor import home_of
 from ..owner import Owner, owners_of
+from ..program_lines import warn
 from .muon import ShardedMuon
 from .state import cut_distributed_state
 
@@ -101,16 +97,12 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _warn_of_gathers(owners: Sequence[Owner]) -> None:
-    """Tell rank 0 that Muon gathers matrices, at the line that calls its step."""
-    if dist.get_rank() or all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
+    """Tell that Muon gathers matrices."""
+    if all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
         return
-    inside, frame, level = f"{Path(inspect.getfile(torch)).parent}{os.sep}", sys._getframe(2), 3
-    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:  # schedulers wrap step()
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
+    warn(
         "Muon's step gathers every matrix on every rank, and each rank orthogonalizes all of them. After optimizer = "
         "fully_shard_optimizer(optimizer), each matrix travels to one rank, which orthogonalizes it for all.",
-        stacklevel=level,
     )
 
 

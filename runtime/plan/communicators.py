@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import reprlib
 import socket
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from .. import compat
 from ..exchange import Overlap
+from ..program_lines import warn
 from ..ranks.agreement import everyones
 from ..topology import Group, ShardingStrategy, Topology
 
@@ -171,9 +171,8 @@ def warn_of_idle_settings(topology: Topology, communication: Communication) -> N
     """Warn if there are settings that only NCCL has, and NCCL does not run the collectives."""
     if (idle := communication.for_nccl) and not _is_nccl(topology):
         backend = dist.get_backend(compat.process_group(topology.inner.name))
-        warnings.warn(
+        warn(
             f"communication: {', '.join(idle)}: settings of NCCL have no effect with the backend {backend!r}.",
-            stacklevel=6,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,8 @@ from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.host import Offload
 from ..memory.tensor import RowShardedTensor, is_homeless
 from ..precision import Policies
+from ..program_lines import warn
+from ..ranks import compared
 from ..ranks.agreement import value_digest
 from ..topology import Topology
 from .buckets import BucketPlanner
@@ -176,10 +177,9 @@ class ModelPlan:
         quantized = [bucket for bucket in self.buckets if bucket.scaling]
         with_transposes = compat.transformer_engine.FORMS.keys() - {compat.transformer_engine.MXFP8}
         if planner.keeps_transposes and not any(bucket.form in with_transposes for bucket in quantized):
-            warnings.warn(
+            warn(
                 "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as they were "
                 "gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, and full sharding).",
-                stacklevel=4,
             )
         by_torchao = any(bucket.form == compat.torchao.FORM for bucket in quantized)
         if not asking and not by_torchao:
@@ -293,11 +293,10 @@ def divide(
         )
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
-        warnings.warn(
+        warn(
             "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once, and "
             "during a step each rank holds them all, as with DDP. "
             f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
-            stacklevel=4,
         )
     classes, groups = resolve_units(module, unit_modules)
     if (several := next((group for group in groups if len(group) > 1), None)) and (unit_bytes is not None or by_module):
@@ -371,7 +370,7 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
         for name, param in params.items()
         if name in names and not param.is_meta and not isinstance(param, RowShardedTensor)
     }
-    return [f"values of {name}: {value_digest(local_part(param))}" for name, param in found.items()]
+    return [compared.line(f"values of {name}", value_digest(local_part(param))) for name, param in found.items()]
 
 
 def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[nn.Parameter]) -> None:

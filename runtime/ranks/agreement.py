@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
+from . import compared
 from .collective_order import AT_REST, StepPhase, orders
 from .lifeline import RankLost
 from .store_tree import Branch, branch_of
@@ -120,7 +121,7 @@ def agree(
                 is_last_resort=is_last_resort,
             )
             if failure is None and verdict["kind"] != "same":
-                _check_not_lost(verdict, what or topic)
+                _check_not_lost(verdict, group, what or topic)
                 raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
@@ -128,8 +129,7 @@ def agree(
 
 def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -> None:
     """Agree that all ranks do the same thing next, which the last line names. See :func:`agree`."""
-    what = lines[-1].rpartition(" (place ")[0]
-    agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=what)
+    agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=compared.shown(lines[-1]))
 
 
 def announce(what: str, group: str, parameter: str | None = None) -> None:
@@ -184,7 +184,7 @@ def conclude(
         verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic, is_last_resort=is_last_resort)
         if verdict["kind"] == "same":
             return verdict["result"]
-        _check_not_lost(verdict, topic)
+        _check_not_lost(verdict, group, topic)
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
 
 
@@ -677,10 +677,12 @@ def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_not_lost(verdict: dict[str, Any], what: str) -> None:
+def _check_not_lost(verdict: dict[str, Any], group: dist.ProcessGroup, what: str) -> None:
     if verdict["kind"] == "lost":
+        order = orders().get(group.group_name)
+        here = f"{what}, on rank {dist.get_rank()} {order.progress}" if order is not None else what
         raise RankLost(
-            f"{what}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
+            f"{here}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
             "last checkpoint."
         )
 
@@ -707,16 +709,16 @@ def _explain(
     store.wait([f"{key}/lines/{rank}" for rank in (first, other)], timeout)
     mine, its = (json.loads(store.get(f"{key}/lines/{rank}")) for rank in (first, other))
     index = next(i for i in range(max(len(mine), len(its))) if mine[i : i + 1] != its[i : i + 1])
-    show = [held[index] if index < len(held) else "nothing more" for held in (mine, its)]
-    hint = ""
+    show = [compared.shown(held[index]) if index < len(held) else "nothing more" for held in (mine, its)]
+    difference, hint = f"rank {first} has [{show[0]}], rank {other} has [{show[1]}]", ""
+    if show[0] == show[1]:
+        difference = f"both have [{show[0]}], but different things came before"
     if show[0].startswith("values of"):
+        difference = show[0]
         hint = (
             " Seed all ranks alike before the model is built, or pass check_values=False if values differ on purpose."
         )
-    return (
-        f"{topic}: rank {culprits} of {len(ranks)} differs from rank {first}. First difference: rank {first} has "
-        f"[{show[0]}], rank {other} has [{show[1]}].{hint}"
-    )
+    return f"{topic}: rank {culprits} of {len(ranks)} differs from rank {first}. First difference: {difference}.{hint}"
 
 
 def _digest(lines: Sequence[str]) -> str:

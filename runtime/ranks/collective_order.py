@@ -32,10 +32,12 @@ the same question, has certainly diverged from it: the asking rank will never st
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from . import compared
 from .lifeline import RankLost
 
 __all__ = [
@@ -88,8 +90,8 @@ class StepPhase(NamedTuple):
     Args:
         kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that
             accumulates"``, :data:`STEP` or :data:`AT_REST`.
-        what: What runs: for a forward, ``"the model (GPT #1)"`` or ``"compiled code of layers.0 (GPT #1)"``; for a
-            backward, ``"GPT #1"``; at rest, ``"full_tensor() of 'layers.0.weight'"``.
+        what: What runs: for a forward, ``"the model (GPT)"`` or ``"compiled code of layers.0 (GPT)"``; for a
+            backward, ``"GPT"``; at rest, ``"full_tensor() of 'layers.0.weight'"``.
     """
 
     kind: str
@@ -194,7 +196,7 @@ class Order:
         self.thread = threading.get_ident()
         self.numbers: dict[str, int] = {}
         self._limit = limit
-        self._models = 0
+        self._models: Counter[str] = Counter()
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Order:
@@ -203,15 +205,16 @@ class Order:
     def join(self, kind: str, parameters: Iterable[str] = ()) -> str:
         """Register a model that is being sharded on all ranks, with parameters of these names. Return its name here.
 
-        From here on, all ranks know the same again: nothing.
+        That is the name of its class; with a number, from the second model of the class on. From here on, all ranks know
+        the same again: nothing.
         """
-        self._models += 1
+        self._models[kind] += 1
         for name in parameters:
             self.numbers.setdefault(name, len(self.numbers))
         self._next_epoch()
         self.thread = threading.get_ident()
         self.forget()
-        return f"{kind} #{self._models}"
+        return kind if self._models[kind] == 1 else f"{kind} #{self._models[kind]}"
 
     def forget(self) -> None:
         """Forget the whole tree: after a failure, ranks may know different things."""
@@ -244,6 +247,16 @@ class Order:
     def latest(self) -> str:
         """Description of what was begun last."""
         return self._at.after
+
+    @property
+    def progress(self) -> str:
+        """How far this rank has come: ``"in its 4th optimizer step"``, ``"after 3 optimizer steps"``."""
+        phase = self._before
+        if phase is None or phase.kind in (AT_REST, STEP) or phase.kind == "forward without gradients":
+            return f"after {self.steps} optimizer step{'s' if self.steps != 1 else ''}"
+        number = self.steps + 1
+        ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+        return f"in its {number}{ending} optimizer step"
 
     def check(self) -> None:
         """Raise RuntimeError if nothing can follow."""
@@ -330,7 +343,7 @@ class Order:
         """Handle the start of a collective, or of a compiled graph with collectives.
 
         Args:
-            collective: ``"gather layers.0 (GPT #1)"``, ``"forward graph 1c5e... (GPT #1)"``.
+            collective: ``"gather layers.0 (GPT)"``, ``"forward graph 1c5e... (GPT)"``.
             details: Schedule of a graph. Ranks compare it, and show the first line that differs.
             series: Series that the collective is a member of, if any.
 
@@ -368,7 +381,7 @@ class Order:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
-            agree([*details(), f"{what} after {here.after} (place {here.number})"], self.epoch)
+            agree([*details(), compared.line(f"{what} after {here.after}", here.number)], self.epoch)
         except RankLost:
             raise
         except RuntimeError as error:

@@ -50,7 +50,7 @@ class Conduct:
         parameters: Names of its parameters.
 
     Attributes:
-        name: Name of the model in messages: its class and a number, the same on all ranks.
+        name: Name of the model in messages: its class, numbered if there are several; the same on all ranks.
         order: Order of the collectives of all models of the group.
         steps: Number of optimizer steps that have changed the model's weights.
         started: Number of collectives, and compiled graphs with collectives, since the model was sharded or reset.
@@ -61,6 +61,7 @@ class Conduct:
     def __init__(self, members: Membership, kind: str, parameters: Iterable[str]) -> None:
         self.members = members
         self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
+        self._kind = kind
         self.name = self.order.join(kind, parameters)
         self.steps = self.started = 0
         self.failure: str | None = None
@@ -79,7 +80,7 @@ class Conduct:
         self._copies += 1
         duplicate = copy.copy(self)
         duplicate.members = members
-        duplicate.name = f"copy {self._copies} of {self.name}"
+        duplicate.name = duplicate._kind = f"copy {self._copies} of {self.name}"
         duplicate.steps = duplicate.started = duplicate._copies = 0
         duplicate.captures = False
         duplicate.failure, duplicate._microbatch, duplicate._begun = None, "", {}
@@ -89,7 +90,7 @@ class Conduct:
     def rejoin(self, parameters: Iterable[str]) -> None:
         """Start over with the new process groups of :attr:`members`, and the order that belongs to them."""
         self.order = order_of_group(self.members.agreeing.group_name, self.members.group.group_name)
-        self.name = self.order.join(self.name.rpartition(" #")[0], parameters)
+        self.name = self.order.join(self._kind, parameters)
         self.started, self.failure, self._copies = 0, None, 0
         self._group_names = self.members.group_names
         self._watch()

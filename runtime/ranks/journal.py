@@ -28,25 +28,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import compat
+from ..program_lines import main_frame, place, program_line
 
 __all__ = [
-    "PACKAGE_FOLDERS",
-    "TORCH_FOLDER",
     "Entry",
     "Journal",
     "directory",
-    "is_in_package",
     "journal",
     "on_uncaught_exceptions",
-    "program_line",
-    "program_line_of",
 ]
 
 LENGTH = 512
@@ -130,7 +126,7 @@ class Journal:
         now = {name: count for name in self._groups if (count := _started(name)) is not None}
         started = [launch["what"] for launch in _written(last, now)["launches"] if launch["started"]]
         what = f"{started[-1]}, " if started and started[-1] != last.what else ""
-        return f"{what}{last.what} of {last.model}, step {last.step}"
+        return f"{what}{last.what} of {last.model}"
 
     def has_started_beyond(self, counts: Mapping[str, int], models: Collection[str]) -> bool:
         """Whether this rank has started a collective of these models later than as many as ``counts`` has for its group."""
@@ -140,6 +136,19 @@ class Journal:
             for entry, after in self._with_counts_after(now)
             if entry.model in models
             for launch in _written(entry, after)["launches"]
+        )
+
+    def began_with(self, group: str, number: int, models: Collection[str]) -> bool:
+        """Whether the collective of a process group that has this number was the first of something that a model began.
+
+        Later ones of a compiled graph do not count: the program's own collectives in it may have taken their numbers.
+        """
+        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        return any(
+            (launch["group"], launch["number"], launch["started"]) == (group, number, True)
+            for entry, after in self._with_counts_after(now)
+            if entry.model in models
+            for launch in _written(entry, after)["launches"][:1]
         )
 
     def _with_counts_after(self, now: dict[str, int]) -> list[tuple[Entry, dict[str, int]]]:
@@ -190,7 +199,7 @@ class Journal:
             "torch": torch.__version__,
             "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
             "entries": [_written(entry, after) for entry, after in self._with_counts_after(now)],
-            "place": _place(traceback.extract_tb(trace) if trace is not None else _main_stack()),
+            "place": place(traceback.extract_tb(trace)) if trace is not None else program_line(main_frame()),
             "stacks": _stacks(),
         }
 
@@ -279,42 +288,6 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
             {"what": what, "group": group, "number": count[group], "started": count[group] <= after.get(group, 0)}
         )
     return {"at": entry.at, "step": entry.step, "model": entry.model, "what": entry.what, "launches": launches}
-
-
-_PACKAGE = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
-_RUNTIME = Path(compat.__file__).parents[1]
-PACKAGE_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes"))
-"""Folders of this package's frames. A source checkout has passes and runtime next to the package."""
-TORCH_FOLDER = f"{compat.TORCH_FOLDER}{os.sep}"
-_OWN = (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, "<")
-"""Paths of frames that are not the program's own. Context managers run in frames of contextlib."""
-
-
-def _main_stack() -> traceback.StackSummary:
-    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])  # type: ignore[index]
-
-
-def is_in_package(frame: FrameType | None) -> bool:
-    """Whether a thread whose innermost frame this is runs code of this package, or code that such code calls."""
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
-        frame = frame.f_back
-    return frame is not None
-
-
-def program_line(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the program itself, searching outward from a frame."""
-    return _place(traceback.extract_stack(frame)) if frame is not None else None
-
-
-def program_line_of(error: BaseException) -> str | None:
-    """Return the innermost line of the program itself that ``error`` came through."""
-    return _place(traceback.extract_tb(error.__traceback__))
-
-
-def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:
-    """Return the innermost line of the program itself."""
-    own = [f for f in stack if not f.filename.startswith(_OWN) and not compat.is_generated(f.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
 
 
 def _stacks() -> dict[str, list[str]]:

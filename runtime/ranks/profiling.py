@@ -1,7 +1,7 @@
 """Instrumentation of collectives as they start, compiled or not: names in traces of ``torch.profiler``, and listeners.
 
 A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a
-sharded model is in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group
+sharded model is in a range with a name such as ``mfsdp step 3, backward graph, Llama: reduce layers.0 (45 of group
 0)``: step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.diagnostics.hang` uses for it. Listeners
 (:func:`listening`) are notified of each collective.
 

@@ -9,6 +9,8 @@ thread
   program, and how many phases and collectives it has begun before;
 *   of any other rank checks whether there is such a rank. If this rank has begun more than the asking rank, and was not
   asked the same question, the asking rank will never start what this rank waits for: they have certainly diverged.
+  A rank that waits in a collective of the program itself, such as a barrier, tells the others, too. It will never
+  start what another rank waits for in the model if that one has not started the barrier.
 
 The rank that finds this publishes it for all, answers the agreement in place of the others, and ends its own wait by
 closing the connections of the model's process groups. Every rank gets an error that says which rank did what, and
@@ -40,8 +42,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .. import compat
+from ..program_lines import is_in_package, program_line
 from .collective_order import RESET, Order, orders, standstill
-from .journal import is_in_package, journal, on_uncaught_exceptions, program_line
+from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline, ask
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
@@ -146,7 +149,9 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
+        self._rests: dict[Order, tuple[str, int] | None] = {}
         self._lifeline = Lifeline()
+        self._joined: dist.Store | None = None
         self._ends = threading.Event()
         self._guarded: list[Guarded] = []
 
@@ -161,7 +166,10 @@ class Watchdog:
 
     def _start(self) -> None:
         with self._lock:
-            self._lifeline.join(compat.default_store())
+            if (store := compat.default_store()) is not self._joined:
+                self._joined = store
+                self._lifeline.join(store)
+                compat.before_destruction(lambda: self._tell_ends("had destroyed its process group", sys.exc_info()[1]))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
@@ -178,12 +186,15 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
-            uncaught = getattr(sys, "last_value", None)
-            how = f" with {type(uncaught).__name__}: {uncaught}"[:1000] if uncaught is not None else ""
-            with contextlib.suppress(RuntimeError):  # the store's process has already ended
-                for order in self._live():
-                    self._tell_end(compat.default_store(), order, f"had ended its program{how}")
+            self._tell_ends("had ended its program", getattr(sys, "last_value", None))
         self._lifeline.leave()
+
+    def _tell_ends(self, how: str, error: BaseException | None) -> None:
+        """Publish for all models that this rank starts nothing more."""
+        cause = f" with {type(error).__name__}: {error}"[:1000] if error is not None else ""
+        with contextlib.suppress(RuntimeError):  # the store's process has already ended
+            for order in self._live():
+                self._tell_end(compat.default_store(), order, f"{how}{cause}")
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
@@ -254,13 +265,14 @@ class Watchdog:
             "epoch": order.epoch,
             "number": order.events,
             "steps": order.steps,
+            "progress": order.progress,
             "rank": dist.get_rank(),
             "how": how,
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
             "counts": _collectives_started(),
         }
-        store.set(_end_of(order.group, dist.get_rank()), json.dumps(how))
+        store.set(_end_of(order.group, dist.get_rank()), json.dumps(told))
         first = _found(store, f"{_of(order.group)}/failed")
         if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
             store.set(f"{_of(order.group)}/failed", json.dumps(told))
@@ -290,11 +302,12 @@ class Watchdog:
                 raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
             return
-        what = what or journal.doing() or next(iter(live)).latest
+        order = _main(live)
+        what = what or journal.doing() or order.latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what}. {self._why_failed(live, error)} Weights and optimizer "
-            f"state are those of the last optimizer step; {RESET} makes the model usable again where all ranks live. "
-            f"The backend's error: {error}"
+            f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. {self._why_failed(live, error)} "
+            f"Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again where all "
+            f"ranks live. The backend's error: {error}"
         ) from error
 
     @contextlib.contextmanager
@@ -314,7 +327,7 @@ class Watchdog:
             and dist.is_initialized()
             and (live := self._live())
         ):
-            _log.error("Rank %d: %s", dist.get_rank(), self._why_failed(live, error))
+            _log.error("Rank %d, %s: %s", dist.get_rank(), _main(live).progress, self._why_failed(live, error))
 
     def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
         """Say which rank has made a collective fail, and what is known of it."""
@@ -333,7 +346,7 @@ class Watchdog:
                 gone, failed = self._wait_for_end(store, live, others)
                 stopped = []
             groups = {order.group for order in live}
-            if gone and any(_ended_silently(store, groups, rank) for rank in gone):
+            if gone and any(_last_told(store, groups, rank) is None for rank in gone):
                 return _text_of_ends(store, groups, gone)
         except (RuntimeError, OSError, KeyError):
             return (
@@ -417,7 +430,9 @@ class Watchdog:
         self._lifeline.look(store)
         for each in asked:
             if lost := self._lifeline.lost(store, each.ranks):
-                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": str(lost[0])})
+                told = _last_told(store, {order.group for order in self._live()}, lost[0].rank)
+                text = str(lost[0]) if told is None else f"{lost[0]} {told['progress']}"
+                self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": text})
 
     def _look_after(self, guarded: Guarded) -> None:
         """End the waits in a group if one of its ranks has not answered for too long."""
@@ -436,6 +451,7 @@ class Watchdog:
         store, me = self._connection(), dist.get_rank()
         if mine is not None and (mine.is_next or mine.thread == order.thread):
             self._tell(store, order, mine, me)
+        self._tell_rest(store, order)
         own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
         for scope in scopes:
@@ -455,6 +471,12 @@ class Watchdog:
             # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
+            return
+        rest = _found(store, f"{_of(order.group)}/rest")
+        is_of_another = rest is not None and rest["rank"] != me and rest["epoch"] == order.epoch
+        if is_of_another and _cannot_meet(rest, order, models):
+            text = _text_of_rest(rest, self._here(order, any_of_mine)) + _steps(rest, order.steps)
+            self._conclude(store, order, models, own, text, rest["rank"], set())
             return
         ask = _found(store, f"{_of(order.group)}/ask")
         if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
@@ -480,6 +502,7 @@ class Watchdog:
                 "epoch": order.epoch,
                 "number": order.events + 1,
                 "steps": order.steps,
+                "progress": order.progress,
                 "rank": me,
                 "what": mine.what,
                 "after": order.latest,
@@ -499,6 +522,26 @@ class Watchdog:
         ask = _found(store, key)
         if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
             store.set(key, "null")
+
+    def _tell_rest(self, store: dist.Store, order: Order) -> None:
+        """Tell other ranks in which collective of the program itself this one waits, if it did when looked at before."""
+        frame = sys._current_frames().get(order.thread)
+        name = compat.waits_in(frame) if not is_in_package(frame) else None
+        rest = (name, compat.collectives_started(compat.process_group(name))) if name is not None else None
+        before, self._rests[order] = self._rests.get(order), rest
+        if rest is None or rest != before:
+            return
+        told = {
+            "epoch": order.epoch,
+            "steps": order.steps,
+            "progress": order.progress,
+            "rank": dist.get_rank(),
+            "group": name,
+            "line": program_line(frame),
+            "counts": _collectives_started(),
+        }
+        store.set(f"{_of(order.group)}/rest", json.dumps(told))
+        store.set(f"{_of(order.group)}/notice", "")
 
     def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
         """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
@@ -525,7 +568,7 @@ class Watchdog:
             what = journal.doing() or order.latest
         line = program_line(sys._current_frames().get(order.thread))
         at = f", at {line}" if line else ""
-        return f"rank {dist.get_rank()} has come as far as {order.latest}, and waits in {what}{at}"
+        return f"rank {dist.get_rank()} has come as far as {order.latest}, {order.progress}, and waits in {what}{at}"
 
     def _conclude(
         self,
@@ -609,6 +652,27 @@ def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched]
     return journal.has_started_beyond(counts, {model.name for model in models})
 
 
+def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]) -> bool:
+    """Whether this rank and one that waits in a collective of the program itself wait for each other.
+
+    The other rank waits until this one starts that collective. This one waits for a collective of the models that the
+    other has not started, or that has the number of the other one.
+
+    Args:
+        rest: What the other rank has told.
+    """
+    started, counts, group = _collectives_started(), rest["counts"], rest["group"]
+    if group not in started or not is_in_package(sys._current_frames().get(order.thread)):
+        return False
+    if started[group] >= counts[group]:
+        return journal.began_with(group, counts[group], {model.name for model in models})
+    return any(
+        started[name] > counts[name]
+        for name in set().union(*(model.communicators for model in models)) & started.keys() & counts.keys()
+        if rest["rank"] in dist.get_process_group_ranks(compat.process_group(name))
+    )
+
+
 def _astray(text: str, rank: int) -> dict[str, Any]:
     return {"kind": "astray", "ranks": [rank], "text": text}
 
@@ -621,19 +685,26 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
 
 
-def _ended_silently(store: dist.Store, groups: Collection[str], rank: int) -> bool:
-    return not any(_found(store, _end_of(group, rank)) for group in groups)
+def _main(live: Collection[Order]) -> Order:
+    """Return the order of the model that is trained."""
+    return max(live, key=lambda order: order.steps)
+
+
+def _last_told(store: dist.Store, groups: Collection[str], rank: int) -> dict[str, Any] | None:
+    """Return what a rank has told of its end, or its failure, if it still could."""
+    told = filter(None, (_found(store, _end_of(group, rank)) for group in groups))
+    return max(told, key=lambda each: each["steps"], default=None)
 
 
 def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
     """Say of ranks whose processes have ended why they did, of those first that are the cause."""
-    if silent := [rank for rank in gone if _ended_silently(store, groups, rank)]:
+    told = {rank: _last_told(store, groups, rank) for rank in gone}
+    if silent := [rank for rank, its in told.items() if its is None]:
         return (
             f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
             "What it printed last, or the log of its machine, tells."
         )
-    how = next(filter(None, (_found(store, _end_of(group, gone[0])) for group in groups)))
-    return f"Rank {gone[0]} {how}, and its process has ended."
+    return f"{_text_of_end(next(filter(None, told.values())))}, and its process has ended."
 
 
 def _end_of(group: str, rank: int) -> str:
@@ -660,17 +731,24 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}{_at(ask)}, and waits for the others to do "
-        f"the same; {here}."
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the "
+        f"others to do the same; {here}."
     )
 
 
 def _text_of_end(failed: dict[str, Any]) -> str:
-    return f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)})"
+    return f"Rank {failed['rank']} {failed['how']} ({failed['progress']}; its last: {failed['after']}{_at(failed)})"
 
 
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
     return f"{_text_of_end(failed)}, and will not start what other ranks wait for; {here}."
+
+
+def _text_of_rest(rest: dict[str, Any], here: str) -> str:
+    return (
+        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, over process "
+        f"group {rest['group']}{_at(rest)}; {here}."
+    )
 
 
 def _steps(told: dict[str, Any], mine: int) -> str:

@@ -41,11 +41,11 @@ MORE_RUNTIME = (
         MUON,
     ),
     Mutant(
-        "runtime/optim/tracking.py",
-        "the warning about Muon points at a scheduler",
-        "frame.f_code.co_filename.startswith(inside) and frame.f_back is not None",
-        "False",
-        ("integrations/test_fsdp2.py -k muon",),
+        "runtime/program_lines.py",
+        "warnings point at lines of torch",
+        "_OTHERS = (*PACKAGE_FOLDERS, TORCH_FOLDER, ",
+        "_OTHERS = (*PACKAGE_FOLDERS, ",
+        ("runtime/test_program_lines.py -k step",),
     ),
     Mutant(
         "runtime/ranks/agreement.py",
@@ -504,6 +504,13 @@ MORE_RUNTIME = (
         "            if lost := self._lifeline.lost(store, each.ranks):",
         "            if lost := []:",
         ("ranks/test_lost_ranks.py -k save-0-kill",),
+    ),
+    Mutant(
+        "runtime/ranks/watchdog.py",
+        "a rank does not learn of one that waits for it in a collective of the program",
+        "        if is_of_another and _cannot_meet(rest, order, models):",
+        "        if False:",
+        ("ranks/test_early_ends.py -k waits",),
     ),
     Mutant(
         "runtime/ranks/lifeline.py",

@@ -691,8 +691,10 @@ def test_command_states_its_assumptions(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "llama9"], "unknown model 'llama9'. Known: demo"),
-        (["--model", "hf:nowhere"], "hf:nowhere: neither a file nor a folder"),
+        (["--model", "elephant"], "unknown model 'elephant'. Known: demo"),
+        (["--model", "llama-8b"], "unknown model 'llama-8b'. Did you mean 'llama3-8b'?"),
+        (["--model", "hf:nowhere"], "nowhere: neither a file nor a folder"),
+        (["--model", "meta-llama/Llama3-8B"], "Get it once with `hf download meta-llama/Llama3-8B config.json`"),
         (["--model", "nowhere:model"], "nowhere:model cannot be imported"),
         (["--model", "demo", "--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--model", "demo", "--world", "many"], "--world takes numbers of ranks"),
@@ -709,6 +711,21 @@ def test_command_explains_wrong_arguments(
 ) -> None:
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    stored = tmp_path / "models--a-llama--Tiny"
+    for folder in ("refs", "blobs", "snapshots/0a"):
+        (stored / folder).mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0a")
+    (stored / "blobs" / "1b").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 32}))
+    (stored / "snapshots" / "0a" / "config.json").symlink_to("../../blobs/1b")
+    for name in ("a-llama/Tiny", "hf:a-llama/Tiny", str(stored / "snapshots" / "0a")):
+        assert workload(name).length == 32
+    with pytest.raises(ValueError, match=r"hf download a-llama/Other config\.json"):
+        workload("a-llama/Other")
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------

@@ -265,6 +265,13 @@ def test_optimizers_that_do_not_fit() -> None:
         ({"memory_budget": 1.5}, TypeError, "takes bytes, as a number or as text"),
         ({"memory_budget": 0}, ValueError, "memory_budget must be above 0"),
         ({"budget_reserve": 1}, ValueError, "budget_reserve is a fraction below 1"),
+        ({"budget_reserve": "1%"}, ValueError, "budget_reserve is a fraction below 1, got '1%'"),
+        ({"keep_last": "no"}, TypeError, "keep_last takes True or False, got 'no'"),
+        ({"inductor": "max_autotune"}, TypeError, r"options\['inductor'\] takes a dict of settings"),
+        (["prefetch"], TypeError, "takes options as a dict"),
+        ({"prefech": 2}, ValueError, "no option 'prefech'; .* Did you mean 'prefetch'"),
+        ({"hardware": "h100"}, ValueError, "unknown hardware 'h100'. Did you mean 'h"),
+        ({"optimizer": "adam"}, ValueError, "got 'adam'. Did you mean 'adamw'"),
         ({"budget_reserve": 0.1}, ValueError, "'budget_reserve' is part of.*which is not used here"),
         (
             {"memory_budget": "1GiB", "reductions_in_flight": 2},

@@ -31,6 +31,8 @@ def compiled(**options):
     return torch.compile(sharded(), backend="mfsdp", options=aot | options)
 """
 
+TORCHS = "from torch.distributed.fsdp import fully_shard as torchs"
+
 MISTAKES = {
     "option": ("compiled(prefech=2)(x)", "The mfsdp backend has no option 'prefech'; it has"),
     "value of an option": ("compiled(regions='yes')(x)", "takes True, False or 'auto', got 'yes'"),
@@ -38,6 +40,20 @@ MISTAKES = {
     "mode": ("torch.compile(sharded(), backend='mfsdp', mode='max-autotune')(x)", "Capture the whole step instead"),
     "no backend": ("torch.compile(sharded(), backend='aot_eager')(x)", "Use torch.compile(model, backend='mfsdp')"),
     "DDP around it": ("nn.parallel.DistributedDataParallel(sharded())", "Use the sharded model itself."),
+    "torch's fully_shard around it": (f"{TORCHS}; torchs(sharded())", "Use the sharded model itself"),
+    "torch's fully_shard around a part": (f"{TORCHS}; sharded(); torchs(net[1])", "mfsdp_compile.fsdp2.fully_shard"),
+    "torch's fully_shard around a parent": (
+        f"{TORCHS}; torchs(nn.Sequential(sharded()))",
+        "Use the sharded model itself",
+    ),
+    "torch's fully_shard after FSDP2's face": (
+        f"{TORCHS}; from mfsdp_compile.fsdp2 import fully_shard as face; face(net[0]); face(net); torchs(net)",
+        "Use the sharded model itself",
+    ),
+    "torch's replicate around a part": (
+        "from torch.distributed._composable.replicate import replicate; sharded(); replicate(net[1])",
+        "Use the sharded model itself",
+    ),
     "sharded twice": (
         "fully_shard_model(sharded(), fsdp_unit_modules=[nn.Linear])",
         "Pass the module that is inside only once.",

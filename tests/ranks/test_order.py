@@ -19,6 +19,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime.ranks import compared
 from mfsdp_compile.runtime.ranks.collective_order import AT_REST, Order, Series, StepPhase
 
 
@@ -290,7 +291,7 @@ class Store:
         self.refuses = False
 
     def __call__(self, lines: Sequence[str], epoch: int) -> None:
-        self.asked += lines
+        self.asked += map(compared.shown, lines)
         self.epochs.append(epoch)
         if self.refuses:
             raise RuntimeError("rank 7 did not arrive")
@@ -352,7 +353,7 @@ def test_what_is_known_and_not_expected_is_asked_for() -> None:
     go(order, store, *STEP, EVALUATION, "gather a", *STEP, *STEP, *STEP)
     store.asked.clear()
     go(order, store, EVALUATION, "gather a")
-    assert store.asked == [f"{EVALUATION} after reduce a (place 8)"]
+    assert store.asked == [f"{EVALUATION} after reduce a"]
     go(order, store, *STEP, *STEP, FORWARD, "gather a", "gather b", *STEP, *STEP)
     store.refuses = True
     go(order, store, FORWARD, "gather a", "gather b")
@@ -372,7 +373,7 @@ def test_operations_on_parameters_at_rest() -> None:
     assert len(store.asked) == 3  # a new phase, a new phase after it, and the usual one again
     store.asked.clear()
     go(order, store, *STEP, NORM, *STEP, *STEP, NORM)
-    assert store.asked.count("a sum over 'w' after reduce a (place 8)") == 2
+    assert store.asked.count("a sum over 'w' after reduce a") == 2
     store.asked.clear()
     order, store = Order(), Store()
     for _ in range(3):  # a step with gradient clipping
@@ -410,10 +411,10 @@ def test_a_fork_is_asked_for_every_time() -> None:
         go(order, store, FORWARD, "gather a", BACKWARD)
     store.asked.clear()
     go(order, store, FORWARD, "gather a", "gather b", BACKWARD)
-    assert store.asked == ["gather b after gather a (place 3)"]
+    assert store.asked == ["gather b after gather a"]
     store.asked.clear()
     go(order, store, FORWARD, "gather a", BACKWARD)
-    assert store.asked == ["a backward after gather a (place 3)"]
+    assert store.asked == ["a backward after gather a"]
 
 
 def test_a_fork_between_collectives_is_asked_for_every_time() -> None:
@@ -421,7 +422,7 @@ def test_a_fork_between_collectives_is_asked_for_every_time() -> None:
     for last in "bbccc":
         store.asked.clear()
         go(order, store, FORWARD, "gather a", f"gather {last}")
-    assert store.asked == ["gather c after gather a (place 3)"]
+    assert store.asked == ["gather c after gather a"]
 
 
 def test_after_a_restart_ranks_begin_in_another_epoch() -> None:
@@ -433,7 +434,7 @@ def test_after_a_restart_ranks_begin_in_another_epoch() -> None:
     store.asked.clear()
     assert order.latest == "the start"
     go(order, store, BACKWARD)
-    assert store.asked == [f"{BACKWARD} after the start (place 1)"]
+    assert store.asked == [f"{BACKWARD} after the start"]
     assert order.epoch == store.epochs[-1] > before
     assert order.events == 1
 
@@ -466,7 +467,7 @@ def test_layers_that_go_on_as_the_last_one_are_free() -> None:
     assert counts[0] == counts[1] <= 12
     order = Order()
     asked_by(order, step_of(8)[:5])
-    assert asked_by(order, numbered("gather 5")) == ["gather 5 after gather 3 (place 6)"]  # one block is left out
+    assert asked_by(order, numbered("gather 5")) == ["gather 5 after gather 3"]  # one block is left out
     order = Order()
     asked_by(order, [*step_of(8), FORWARD, *numbered("gather 0", "gather 1")])
     assert asked_by(order, numbered("gather 3"))  # expected after this one, but new at this place
@@ -530,3 +531,24 @@ def test_two_ranks_never_part_without_asking(history: list[list[str]], data: st.
         done.append(unasked)
     shorter = min(map(len, done))
     assert done[0][:shorter] == done[1][:shorter]
+
+
+def test_models_have_the_names_of_their_classes() -> None:
+    order = Order()
+    assert [order.join(kind) for kind in ("Llama", "Llama", "Critic")] == ["Llama", "Llama #2", "Critic"]
+
+
+def test_how_far_a_rank_has_come() -> None:
+    order, store, step = Order(), Store(), StepPhase("step", "SGD of Net")
+    assert order.progress == "after 0 optimizer steps"
+    go(order, store, FORWARD, "gather a")
+    assert order.progress == "in its 1st optimizer step"
+    go(order, store, BACKWARD, "reduce a", step)
+    assert order.progress == "after 1 optimizer step"
+    go(order, store, EVALUATION)
+    assert order.progress == "after 1 optimizer step"
+    for number, ordinal in ((1, "2nd"), (2, "3rd"), (10, "11th"), (11, "12th"), (20, "21st"), (110, "111th")):
+        order.steps = number
+        go(order, store, FORWARD)
+        assert order.progress == f"in its {ordinal} optimizer step"
+        go(order, store, step)

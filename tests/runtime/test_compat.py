@@ -546,6 +546,28 @@ def test_torch_knows_fully_sharded_modules() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_torchs_functions_ask_modules_before_they_divide_them() -> None:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    for apply in (fully_shard, replicate):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        compat.refuse_other_sharding(model[1])
+        with pytest.raises(ValueError, match="Use the sharded model itself"):
+            apply(model[1])
+    with pytest.raises(ValueError, match="Use the sharded model itself"):
+        fully_shard(model)
+
+
+def test_destruction_is_announced() -> None:
+    done: list[bool] = []
+    with compat.fake_process_group(2):
+        compat.before_destruction(lambda: done.append(dist.is_initialized()))
+        assert not done
+    assert done == [True]
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_process_groups_are_known_by_name() -> None:
     assert compat.known_groups() == {dist.group.WORLD.group_name: [0, 1, 2, 3]}
 

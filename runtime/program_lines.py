@@ -1,0 +1,101 @@
+"""The program's own lines: where in it something happens, and warnings that point there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from . import compat
+
+__all__ = [
+    "PACKAGE_FOLDERS",
+    "TORCH_FOLDER",
+    "is_in_package",
+    "main_frame",
+    "place",
+    "program_line",
+    "program_line_of",
+    "warn",
+]
+
+_PACKAGE = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
+_RUNTIME = Path(compat.__file__).parents[1]
+PACKAGE_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes"))
+"""Folders of this package's frames. A source checkout has passes and runtime next to the package."""
+TORCH_FOLDER = f"{compat.TORCH_FOLDER}{os.sep}"
+_OTHERS = (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, threading.__file__, "<")
+"""Paths of frames that are not the program's own. Context managers and decorators run in frames of contextlib."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0) -> None:
+    """Give a warning at the innermost line of the program itself, once per line.
+
+    Args:
+        by: Rank that gives it, where all ranks come here alike. None: every rank that comes here, because what it says
+            is about this rank.
+    """
+    if by is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != by:
+        return
+    frame = _program_frame(sys._getframe(1)) or _program_frame(main_frame()) or _outermost(main_frame())
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _program_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _outermost(frame: FrameType) -> FrameType:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame  # of python -c
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the program's own."""
+    return not (file.startswith(_OTHERS) or compat.is_generated(file))
+
+
+def main_frame() -> FrameType:
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames()[threading.main_thread().ident or 0]
+
+
+def is_in_package(frame: FrameType | None) -> bool:
+    """Whether a thread whose innermost frame this is runs code of this package, or code that such code calls."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def program_line(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the program itself, searching outward from a frame."""
+    return place(traceback.extract_stack(frame)) if frame is not None else None
+
+
+def program_line_of(error: BaseException) -> str | None:
+    """Return the innermost line of the program itself that ``error`` came through."""
+    return place(traceback.extract_tb(error.__traceback__))
+
+
+def place(stack: Sequence[traceback.FrameSummary]) -> str | None:
+    """Return the innermost line of the program itself in a stack."""
+    own = [each for each in stack if _is_own(each.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
