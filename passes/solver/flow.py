@@ -264,20 +264,20 @@ class _Reader:
         return found
 
     def _work_in_regions(self) -> None:
-        """Account for the memory that a region needs beyond its results: it releases operands while it makes them."""
+        """Account for the memory that a region needs beyond its operands and results."""
         for call in roles.region_calls(self.graph):
             place, graph = self.place[call], roles.body_of(call).graph
             names = [node.name for node in _placeholders(graph)]
-            kept, released = set(names), list[Storage]()
-            for name, operand in zip(names, call.args[2:], strict=True):
-                storages = self.roots[operand] if isinstance(operand, fx.Node) else []
-                if ended := [storage for storage in storages if storage.end == place]:
-                    kept.discard(name)
-                    released += [storage for storage in ended if not storage.handed_on]
-                    for storage in ended:
-                        storage.handed_on = True
-            made = sum(storage.bytes for storage in self.roots[call]) - sum(storage.bytes for storage in released)
-            if (more := _peak(self._region(graph), kept) - made) > 0:
+            operands = {
+                name: sum(storage.bytes for storage in self.roots[operand] if storage.end == place)
+                for name, operand in zip(names, call.args[2:], strict=True)
+                if isinstance(operand, fx.Node)
+            }
+            results = sum(storage.bytes for storage in self.roots[call])
+            # Without Inductor, the graph around the region refers to all operands until the call returns.
+            kept = {name for name in names if not (operands.get(name) and self.costs.fused)}
+            peak = _peak(self._region(graph), kept)
+            if (more := peak - results) > 0:
                 self.storages.append(Storage(more, Category.TEMPORARY, place, place))
 
     # -- storages -----------------------------------------------------------------------------------------------------

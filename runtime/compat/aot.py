@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch._C import _current_autograd_node
 from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-from torch._higher_order_ops import invoke_subgraph
 from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
@@ -91,8 +90,8 @@ def compile_with_aot_eager(
 
     def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         finish(graph_module)
-        _box_calls(graph_module)
-        _take_list(graph_module)
+        graph_module.graph.set_codegen(_BoxedCodeGen())
+        graph_module.recompile()
         forward = graph_module.forward
 
         def run(arguments: list[Any]) -> Any:
@@ -103,33 +102,6 @@ def compile_with_aot_eager(
 
     with functorch_config.patch(donated_buffer=False):  # operators write to nothing that forward saved
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
-
-
-def _take_list(graph_module: fx.GraphModule) -> None:
-    """Let a graph take its arguments out of a list, which it clears, so that nobody else keeps them."""
-    graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
-
-
-def _box_calls(graph_module: fx.GraphModule) -> None:
-    """Let a graph call others with lists: the operands of ``invoke_subgraph`` live until it returns."""
-    graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=invoke_subgraph):
-        body, _, *operands = node.args
-        _take_list(getattr(graph_module, body.target))
-        with graph.inserting_before(node):
-            box = graph.call_function(_as_list, tuple(operands))
-            call = graph.call_function(_call_with_list, (body, box))
-        node.replace_all_uses_with(call)
-        graph.erase_node(node)
-
-
-def _as_list(*operands: Any) -> list[Any]:
-    return list(operands)
-
-
-def _call_with_list(body: fx.GraphModule, operands: list[Any]) -> Any:
-    return body.forward(operands)
 
 
 _DONATED, _COPIES = "_mfsdp_donated", "_mfsdp_copies"
