@@ -382,7 +382,8 @@ class StepMetrics:
         active, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved"))
         mine = [self._tokens, self._losses, self._data_seconds, active, reserved]
         numbers = torch.tensor(mine, dtype=torch.float64).to(self.device, non_blocking=True)
-        loss = torch.as_tensor(self._loss, dtype=torch.float64).to(self.device, non_blocking=True)
+        total = self._loss
+        loss = torch.as_tensor(total, dtype=torch.float64).to(self.device, non_blocking=True)
         rows = self._of_ranks(torch.cat([numbers, loss.reshape(1)]))
         self._seconds += time.perf_counter() - begun
         tokens, losses, data, actives, reserves, totals = zip(*rows, strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime import recovery
+from mfsdp_compile.runtime import compat, recovery
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
@@ -129,6 +129,7 @@ class MegatronFSDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        compat.refuse_other_sharding(self)
         self.sharded = sharded
         self.dist_index = dist_index
         self._ddp_config = ddp_config

@@ -48,8 +48,8 @@ class Key(NamedTuple):
 
 _RETURNED = Key("returned")
 _BUCKET = Key("ignored", "a unit is a bucket: bucket_bytes splits larger ones, unit_bytes joins smaller ones")
-_ALWAYS = Key("ignored", "always so")
-_SCHEDULE = Key("ignored", "decides when is gathered and released: options prefetch and memory_budget do")
+_ALWAYS = Key("ignored", "this package always does that")
+_SCHEDULE = Key("ignored", "the options prefetch and memory_budget decide when parameters are gathered and released")
 _SMALL = Key("ignored", "small parameters are in the bucket of their unit")
 _SAVING = Key("ignored", "whole weights are saved by mfsdp_compile.save_pretrained and full_state_dict")
 _LOGS = Key("ignored", "prints or records; see mfsdp_compile.explain and reports")

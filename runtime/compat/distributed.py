@@ -90,24 +90,23 @@ step.
 def register_fully_sharded(module: nn.Module) -> None:
     """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
     refuse_other_sharding(module)
-    vars(module)[REGISTRY_KEY]["fully_shard"] = RegistryItem()
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def refuse_other_sharding(module: nn.Module) -> None:
-    """Let torch's ``fully_shard``, ``replicate`` and FSDP raise an error for a module, or for one that contains it."""
-    for key in (REGISTRY_KEY, STATE_KEY):
-        vars(module)[key] = _OfSharded(vars(module).get(key, {}))
+    """Let torch's ``fully_shard`` and ``replicate`` raise an error for a module."""
+    vars(module)[STATE_KEY] = _OfSharded(vars(module).get(STATE_KEY, {}))
 
 
 class _OfSharded(dict[Any, Any]):
     """What torch's composable functions keep in a module. They ask it whether others were applied to the module."""
 
     def __contains__(self, key: object) -> bool:
-        if key == "replicate" or getattr(key, "__name__", "") in ("fully_shard", "replicate"):
+        if getattr(key, "__name__", "") in ("fully_shard", "replicate"):
             raise ValueError(
-                "torch's fully_shard, replicate or FullyShardedDataParallel got a module that this package has sharded: its "
-                "parameters would be divided, and its gradients reduced, twice. Use the sharded model itself; FSDP2's fully_shard "
-                "for it is mfsdp_compile.fsdp2.fully_shard."
+                "torch's fully_shard or replicate got a module that this package has sharded: its parameters would be divided, and "
+                "its gradients reduced, twice. Use the sharded model itself; FSDP2's fully_shard for it is "
+                "mfsdp_compile.fsdp2.fully_shard."
             )
         return super().__contains__(key)
 

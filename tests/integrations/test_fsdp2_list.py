@@ -976,7 +976,7 @@ def test_inside_replicate() -> None:
         return steps(model, mine(6, 8))
 
     same(program)
-    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+    with pytest.raises(ValueError, match="Use the sharded model itself"):
         replicate(fsdp2.fully_shard(mlp()))
 
 

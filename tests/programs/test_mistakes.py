@@ -42,10 +42,6 @@ MISTAKES = {
     "DDP around it": ("nn.parallel.DistributedDataParallel(sharded())", "Use the sharded model itself."),
     "torch's fully_shard around it": (f"{TORCHS}; torchs(sharded())", "Use the sharded model itself"),
     "torch's fully_shard around a part": (f"{TORCHS}; sharded(); torchs(net[1])", "mfsdp_compile.fsdp2.fully_shard"),
-    "torch's fully_shard around a parent": (
-        f"{TORCHS}; torchs(nn.Sequential(sharded()))",
-        "Use the sharded model itself",
-    ),
     "torch's fully_shard after FSDP2's face": (
         f"{TORCHS}; from mfsdp_compile.fsdp2 import fully_shard as face; face(net[0]); face(net); torchs(net)",
         "Use the sharded model itself",
