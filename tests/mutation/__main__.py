@@ -30,6 +30,9 @@ from pathlib import Path
 from . import MUTANTS
 from .mutant import ROOT, Mutant
 
+NO_TESTS = 5
+"""Exit status of pytest that has selected no tests."""
+
 WANTED = 0.95
 SECONDS = 400
 """Time limit for one test run of a mutant. A run that hangs is ended by the test's own timeout or by this limit."""
@@ -101,8 +104,11 @@ class Job:
 
             for tests in self.tests:
                 file, *more = shlex.split(tests)
-                command = ["-q", "-x", "-m", "not long", "-p", "no:cacheprovider", f"tests/{file}", *more]
-                status = _in_a_child(lambda command=command: _run_pytest(command))
+                for which in ("not long", "long"):  # long tests only where there are no others
+                    command = ["-q", "-x", "-m", which, "-p", "no:cacheprovider", f"tests/{file}", *more]
+                    status = _in_a_child(lambda command=command: _run_pytest(command))
+                    if status != NO_TESTS:
+                        break
                 if status:
                     break
         finally:
