@@ -11,12 +11,13 @@ too and keep them as attributes, for the program: see :attr:`Section.others`.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 import torch
+
+from mfsdp_compile.runtime.nearest import did_you_mean
 
 __all__ = [
     "CheckpointConfig",
@@ -126,10 +127,10 @@ class Section:
     def __init__(self, **given: Any) -> None:
         own = {of.name: of for of in fields(self)}  # type: ignore[arg-type]
         for name in given.keys() - own.keys():
-            meant = difflib.get_close_matches(name, own, n=1, cutoff=0.9)
+            meant = did_you_mean(name, own, cutoff=0.9)
             if meant or not self.takes_others:
-                hint = f"Did you mean {meant[0]!r}?" if meant else "docs/megatron.md has a table of all of them."
-                raise TypeError(f"{type(self).__name__} has no setting {name!r}. {hint}")
+                hint = meant or " docs/megatron.md has a table of all of them."
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}.{hint}")
         for name, of in own.items():
             setattr(self, name, given.pop(name, of.default))
         vars(self).update(given)

@@ -15,6 +15,7 @@ the files of all ranks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,13 +38,7 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import main_frame, place, program_line
 
-__all__ = [
-    "Entry",
-    "Journal",
-    "directory",
-    "journal",
-    "on_uncaught_exceptions",
-]
+__all__ = ["Entry", "Journal", "directory", "journal", "on_uncaught_exceptions"]
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -123,19 +118,17 @@ class Journal:
         last = self._entries[-1] if self._entries else None
         if last is None:
             return None
-        now = {name: count for name in self._groups if (count := _started(name)) is not None}
-        started = [launch["what"] for launch in _written(last, now)["launches"] if launch["started"]]
+        started = [launch["what"] for launch in _written(last, self._counts())["launches"] if launch["started"]]
         what = f"{started[-1]}, " if started and started[-1] != last.what else ""
         return f"{what}{last.what} of {last.model}"
 
     def has_started_beyond(self, counts: Mapping[str, int], models: Collection[str]) -> bool:
-        """Whether this rank has started a collective of these models later than as many as ``counts`` has for its group."""
-        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        """Whether these models have started more collectives than ``counts`` has for a group of theirs."""
         return any(
             launch["started"] and launch["number"] > counts.get(launch["group"], launch["number"])
-            for entry, after in self._with_counts_after(now)
-            if entry.model in models
-            for launch in _written(entry, after)["launches"]
+            for entry in self._written_entries(self._counts())
+            if entry["model"] in models
+            for launch in entry["launches"]
         )
 
     def began_with(self, group: str, number: int, models: Collection[str]) -> bool:
@@ -143,19 +136,22 @@ class Journal:
 
         Later ones of a compiled graph do not count: the program's own collectives in it may have taken their numbers.
         """
-        now = {name: count for name in self._groups if (count := _started(name)) is not None}
         return any(
             (launch["group"], launch["number"], launch["started"]) == (group, number, True)
-            for entry, after in self._with_counts_after(now)
-            if entry.model in models
-            for launch in _written(entry, after)["launches"][:1]
+            for entry in self._written_entries(self._counts())
+            if entry["model"] in models
+            for launch in entry["launches"][:1]
         )
 
-    def _with_counts_after(self, now: dict[str, int]) -> list[tuple[Entry, dict[str, int]]]:
-        """Return the entries, each with the number of collectives started at its end, by process group."""
+    def _counts(self) -> dict[str, int]:
+        """Return how many collectives were started so far, by process group."""
+        return {name: count for name in self._groups if (count := _started(name)) is not None}
+
+    def _written_entries(self, now: dict[str, int]) -> Iterator[dict[str, Any]]:
+        """Yield the entries as plain data; ``now`` are the current counts."""
         entries = list(self._entries)
-        ends = [*(following.counts for following in entries[1:]), now]
-        return list(zip(entries, ends, strict=True)) if entries else []
+        for entry, following in itertools.zip_longest(entries, entries[1:]):
+            yield _written(entry, following.counts if following is not None else now)
 
     # -- writing it down ----------------------------------------------------------------------------------------------
 
@@ -188,7 +184,7 @@ class Journal:
 
     def state(self, why: str, trace: TracebackType | None = None) -> dict[str, Any]:
         """Return the state of this rank as plain data; see :mod:`mfsdp_compile.diagnostics.hang` for the format."""
-        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        now = self._counts()
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
@@ -198,7 +194,7 @@ class Journal:
             "why": why,
             "torch": torch.__version__,
             "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
-            "entries": [_written(entry, after) for entry, after in self._with_counts_after(now)],
+            "entries": list(self._written_entries(now)),
             "place": place(traceback.extract_tb(trace)) if trace is not None else program_line(main_frame()),
             "stacks": _stacks(),
         }

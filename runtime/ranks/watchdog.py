@@ -261,16 +261,11 @@ class Watchdog:
             self._tell_end(store, order, f"had failed with {error}")
 
     def _tell_end(self, store: dist.Store, order: Order, how: str) -> None:
-        told = {
-            "epoch": order.epoch,
+        told = _come_so_far(order) | {
             "number": order.events,
-            "steps": order.steps,
-            "progress": order.progress,
-            "rank": dist.get_rank(),
             "how": how,
             "after": order.latest,
             "line": program_line(sys._current_frames().get(order.thread)),
-            "counts": _collectives_started(),
         }
         store.set(_end_of(order.group, dist.get_rank()), json.dumps(told))
         first = _found(store, f"{_of(order.group)}/failed")
@@ -305,9 +300,9 @@ class Watchdog:
         order = _main(live)
         what = what or journal.doing() or order.latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. {self._why_failed(live, error)} "
-            f"Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again where all "
-            f"ranks live. The backend's error: {error}"
+            f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
+            f"{self._why_failed(live, error)} Weights and optimizer state are those of the last optimizer step; "
+            f"{RESET} makes the model usable again where all ranks live. The backend's error: {error}"
         ) from error
 
     @contextlib.contextmanager
@@ -448,9 +443,9 @@ class Watchdog:
             compat.break_connections(guarded.group)
 
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
-        store, me = self._connection(), dist.get_rank()
+        store = self._connection()
         if mine is not None and (mine.is_next or mine.thread == order.thread):
-            self._tell(store, order, mine, me)
+            self._tell(store, order, mine)
         self._tell_rest(store, order)
         own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
@@ -465,21 +460,19 @@ class Watchdog:
         if not store.check([f"{_of(order.group)}/notice"]):
             return
         begun = order.events + (mine is not None and mine.is_next)
-        failed = _found(store, f"{_of(order.group)}/failed")
-        is_of_others = failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch
-        if is_of_others and _waits_for(failed, order, models, begun, mine is not None):
+        failed = _found_of_another(store, order, "failed")
+        if failed is not None and _waits_for(failed, order, models, begun, mine is not None):
             # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
             return
-        rest = _found(store, f"{_of(order.group)}/rest")
-        is_of_another = rest is not None and rest["rank"] != me and rest["epoch"] == order.epoch
-        if is_of_another and _cannot_meet(rest, order, models):
+        rest = _found_of_another(store, order, "rest")
+        if rest is not None and _cannot_meet(rest, order, models):
             text = _text_of_rest(rest, self._here(order, any_of_mine)) + _steps(rest, order.steps)
             self._conclude(store, order, models, own, text, rest["rank"], set())
             return
-        ask = _found(store, f"{_of(order.group)}/ask")
-        if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
+        ask = _found_of_another(store, order, "ask")
+        if ask is None:
             return
         is_past = order.events >= ask["number"]
         is_elsewhere = (
@@ -492,25 +485,21 @@ class Watchdog:
         text = _text(ask, self._here(order, any_of_mine, wait)) + _steps(ask, order.steps)
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
-    def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
+    def _tell(self, store: dist.Store, order: Order, mine: Asking) -> None:
         """Tell other ranks that this one is waiting."""
         frames = sys._current_frames()
         _offer(
             store,
             f"{_of(order.group)}/ask",
-            {
-                "epoch": order.epoch,
+            _come_so_far(order)
+            | {
                 "number": order.events + 1,
-                "steps": order.steps,
-                "progress": order.progress,
-                "rank": me,
                 "what": mine.what,
                 "after": order.latest,
                 "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
                 "place": mine.place,
                 "visit": mine.visit,
                 "is last resort": mine.is_last_resort,
-                "counts": _collectives_started(),
             },
         )
         store.set(f"{_of(order.group)}/notice", "")
@@ -524,22 +513,14 @@ class Watchdog:
             store.set(key, "null")
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
-        """Tell other ranks in which collective of the program itself this one waits, if it did when looked at before."""
+        """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""
         frame = sys._current_frames().get(order.thread)
         name = compat.waits_in(frame) if not is_in_package(frame) else None
         rest = (name, compat.collectives_started(compat.process_group(name))) if name is not None else None
         before, self._rests[order] = self._rests.get(order), rest
         if rest is None or rest != before:
             return
-        told = {
-            "epoch": order.epoch,
-            "steps": order.steps,
-            "progress": order.progress,
-            "rank": dist.get_rank(),
-            "group": name,
-            "line": program_line(frame),
-            "counts": _collectives_started(),
-        }
+        told = _come_so_far(order) | {"group": name, "line": program_line(frame)}
         store.set(f"{_of(order.group)}/rest", json.dumps(told))
         store.set(f"{_of(order.group)}/notice", "")
 
@@ -625,6 +606,17 @@ class Watchdog:
         return self._store
 
 
+def _come_so_far(order: Order) -> dict[str, Any]:
+    """Return what each message of this rank says to others."""
+    return {
+        "epoch": order.epoch,
+        "steps": order.steps,
+        "progress": order.progress,
+        "rank": dist.get_rank(),
+        "counts": _collectives_started(),
+    }
+
+
 def _collectives_started() -> dict[str, int]:
     """Return how many collectives this rank has started in each process group, by name."""
     return {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()}
@@ -640,15 +632,9 @@ def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched]
         begun: Number of events that this rank has begun.
         asks: Whether this rank waits in an agreement.
     """
-    groups = {name for model in models for name in model.communicators}
-    counts = {
-        name: count
-        for name, count in failed["counts"].items()
-        if name in groups and failed["rank"] in dist.get_process_group_ranks(compat.process_group(name))
-    }
+    counts = _counts_for(models, failed)
     if asks or is_in_package(sys._current_frames().get(order.thread)):
-        started = _collectives_started()
-        return begun > failed["number"] or any(started[name] > count for name, count in counts.items())
+        return begun > failed["number"] or _has_started_beyond(counts)
     return journal.has_started_beyond(counts, {model.name for model in models})
 
 
@@ -666,11 +652,20 @@ def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]
         return False
     if started[group] >= counts[group]:
         return journal.began_with(group, counts[group], {model.name for model in models})
-    return any(
-        started[name] > counts[name]
-        for name in set().union(*(model.communicators for model in models)) & started.keys() & counts.keys()
-        if rest["rank"] in dist.get_process_group_ranks(compat.process_group(name))
-    )
+    return _has_started_beyond(_counts_for(models, rest))
+
+
+def _counts_for(models: Collection[Watched], told: dict[str, Any]) -> dict[str, int]:
+    """Return how many collectives another rank has told of, in each process group of the models that it is in."""
+    known, groups = compat.known_groups(), set().union(*(model.communicators for model in models))
+    counts: dict[str, int] = told["counts"]
+    return {name: counts[name] for name in groups & counts.keys() if told["rank"] in known.get(name, ())}
+
+
+def _has_started_beyond(counts: dict[str, int]) -> bool:
+    """Whether this rank has started more collectives in a process group than ``counts`` has for it."""
+    started = _collectives_started()
+    return any(started[name] > count for name, count in counts.items())
 
 
 def _astray(text: str, rank: int) -> dict[str, Any]:
@@ -717,6 +712,12 @@ def _found(store: dist.Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
+def _found_of_another(store: dist.Store, order: Order, topic: str) -> Any:
+    """Return a message of another rank in this epoch; None if there is none, or an older one, or this rank's own."""
+    told = _found(store, f"{_of(order.group)}/{topic}")
+    return told if told is not None and told["rank"] != dist.get_rank() and told["epoch"] == order.epoch else None
+
+
 def conclude_once(store: dist.Store, key: str, verdict: dict[str, Any]) -> None:
     """Write a verdict unless there is one already."""
     store.compare_set(key, "", json.dumps(verdict))
@@ -731,8 +732,8 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the "
-        f"others to do the same; {here}."
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits "
+        f"for the others to do the same; {here}."
     )
 
 
@@ -746,8 +747,8 @@ def _text_of_failure(failed: dict[str, Any], here: str) -> str:
 
 def _text_of_rest(rest: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, over process "
-        f"group {rest['group']}{_at(rest)}; {here}."
+        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, "
+        f"over process group {rest['group']}{_at(rest)}; {here}."
     )
 
 

@@ -508,7 +508,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/ranks/watchdog.py",
         "a rank does not learn of one that waits for it in a collective of the program",
-        "        if is_of_another and _cannot_meet(rest, order, models):",
+        "        if rest is not None and _cannot_meet(rest, order, models):",
         "        if False:",
         ("ranks/test_early_ends.py -k waits",),
     ),
@@ -558,7 +558,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/ranks/watchdog.py",
         "ranks wait for one that has failed inside of a gather",
-        " or any(started[name] > count for name, count in counts.items())",
+        " or _has_started_beyond(counts)",
         "",
         ("ranks/test_fault_table.py -k some_of_the_table",),
     ),
