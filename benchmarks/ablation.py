@@ -19,8 +19,8 @@ no order can    more than half is exposed in every order of the same collectives
                 the reductions of a backward may also take longer than their computation (:func:`least_exposed`)
 missed          a better schedule may exist; it certainly does where one unit ahead fits and is faster
 
-A second table shows what host memory is worth: the solver's schedule with the same budget, if optimizer state, shards or
-saved activations are in host memory, beside activation checkpointing, which takes time instead.
+A second table shows what host memory is worth: the solver's schedule with the same budget, if optimizer state, shards
+or saved activations are in host memory, beside activation checkpointing, which takes time instead.
 """
 
 from __future__ import annotations

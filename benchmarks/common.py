@@ -303,7 +303,7 @@ def run(
 
 
 def above(results: Mapping[str, Any], bounds: Mapping[str, float]) -> list[str]:
-    """Return a line for each system whose ratio to the baseline, in this run, is above its bound or was not measured."""
+    """Return a line for each system whose ratio to the baseline in this run is above its bound, or not measured."""
     missed = []
     for name, bound in bounds.items():
         ratio = results.get(name, {}).get("ratio")

@@ -656,7 +656,8 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
         warn(
             "The model is on the CPU and trains there, although the process group also has a backend for CUDA and there "
             "are GPUs. To train on them, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
-            "init_process_group and model.cuda() before sharding, or pass this rank's GPU as device. device='cpu' ends this warning.",
+            "init_process_group and model.cuda() before sharding, or pass this rank's GPU as device. device='cpu' ends "
+            "this warning.",
         )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())

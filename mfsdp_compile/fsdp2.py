@@ -472,8 +472,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model.
 
-        If ranks have diverged in that step, a collective: every rank calls this after its error, within four time limits of
-        the process group. The model gets new process groups, and code is compiled once more.
+        If ranks have diverged in that step, a collective: every rank calls this after its error, within four time
+        limits of the process group. The model gets new process groups, and code is compiled once more.
         """
         state = _state(self)
         if state.name:

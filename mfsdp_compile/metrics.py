@@ -47,19 +47,19 @@ __all__ = [
 T = TypeVar("T")
 
 
-# -- operations of a model, and of a device -----------------------------------------------------------------------------
+# -- operations of a model, and of a device ----------------------------------------------------------------------------
 
 
 def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Count the floating-point operations of a forward and a backward of a model, on the meta device.
 
     Counted by torch's ``FlopCounterMode``: matrix products, convolutions and attention, without what activation
-    checkpointing computes again. Attention counts as without a mask, as in the PaLM paper (arXiv:2204.02311). No memory of
-    a device is used, nothing is communicated, and random numbers and gradients stay as they are.
+    checkpointing computes again. Attention counts as without a mask, as in the PaLM paper (arXiv:2204.02311). No memory
+    of a device is used, nothing is communicated, and random numbers and gradients stay as they are.
 
     Args:
-        model: Sharded, compiled, both or neither. A model that is divided by tensor parallelism cannot be counted: count it
-            before, and divide by the number of ranks.
+        model: Sharded, compiled, both or neither. A model that is divided by tensor parallelism cannot be counted:
+            count it before, and divide by the number of ranks.
         args, kwargs: Inputs of a forward, such as one batch. Only shapes matter.
 
     Raises:
@@ -81,8 +81,8 @@ def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
             torch.func.functional_call(step, state, inputs, keywords)
     except Exception as error:
         raise ValueError(
-            f"The operations of {type(step.model).__name__} cannot be counted, because it does not run on the meta device: "
-            f"{type(error).__name__}: {error}. Give StepMetrics flops_per_token another way."
+            f"The operations of {type(step.model).__name__} cannot be counted, because it does not run on the meta "
+            f"device: {type(error).__name__}: {error}. Give StepMetrics flops_per_token another way."
         ) from error
     return counter.get_total_flops()
 
@@ -121,7 +121,7 @@ def device_peak_flops(device: torch.device) -> float | None:
     return hardware(known).flops_of("bfloat16")
 
 
-# -- records ------------------------------------------------------------------------------------------------------------
+# -- records -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _require(package: str, name: str) -> None:
         raise ImportError(f"{name} needs the package {package}: pip install 'mfsdp-compile[{package}]'")
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -276,9 +276,9 @@ class Step:
 class StepMetrics:
     """Measures training steps, and passes a record of them to writers every few steps.
 
-    Every rank measures, with the same ``interval``, because a record is an all-reduce of six numbers per rank. The first
-    step, which compiles, has a record of its own. What a program does between steps, such as evaluation and checkpoints,
-    is not counted.
+    Every rank measures, with the same ``interval``, because a record is an all-reduce of six numbers per rank. The
+    first step, which compiles, has a record of its own. What a program does between steps, such as evaluation and
+    checkpoints, is not counted.
 
     Args:
         interval: Steps between records. None: records are made by :meth:`record` alone.
@@ -344,8 +344,8 @@ class StepMetrics:
         Makes a record when one is due, which is collective. A step that raises is not counted.
 
         Args:
-            tokens: Tokens that this rank processes in the step. Of tokens that several ranks process together, as with tensor
-                or context parallelism, its share. 0: unknown.
+            tokens: Tokens that this rank processes in the step. Of tokens that several ranks process together, as with
+                tensor or context parallelism, its share. 0: unknown.
 
         Yields:
             The step, which takes the loss.

@@ -9,6 +9,6 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'adamw'?"``, with the known name that is most like ``name``; nothing if none is like it."""
+    """Return ``" Did you mean 'adamw'?"``, with the known name that is most like ``name``; ``""`` if none is."""
     nearest = difflib.get_close_matches(str(name), list(known), 1, cutoff)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

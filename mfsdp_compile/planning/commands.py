@@ -292,8 +292,8 @@ def _ways_to_save(checkpoint: str, offload: str | None) -> Iterator[tuple[str, s
 
 
 def _speed(forecast: Forecast) -> tuple[bool, float]:
-    """Return whether the best plan fits, and its tokens per second. Without one, a negative number, larger for those that
-    need less memory."""
+    """Return whether the best plan fits, and its tokens per second. Without one, a negative number, larger for those
+    that need less memory."""
     if forecast.best is None:
         return False, -float(min(row.needed for row in forecast.rows))
     return forecast.best.fits, forecast.tokens_per_second(forecast.best)
@@ -365,8 +365,8 @@ def _show(console: Console, forecast: Forecast) -> None:
         highlight=False,
     )
     console.print(
-        f"on {job.hardware.name}; all figures are simulated, GiB are what a rank's tensors take, tok/s are tokens per second "
-        "of one rank, kept is how many buckets stay gathered for the backward"
+        f"on {job.hardware.name}; all figures are simulated, GiB are what a rank's tensors take, tok/s are tokens per "
+        "second of one rank, kept is how many buckets stay gathered for the backward"
         f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
         highlight=False,
     )
@@ -432,7 +432,8 @@ def assumptions(job: Job) -> list[str]:
     least, most = f"{published.LEAST_RESERVED:.1%}", f"{published.MOST_RESERVED:.1%}"
     allocated = f"predictions were {least} to {most} below what torch's allocator had reserved in published runs"
     if (tightest := job.tightest) is not None:
-        of = f"of {gib(machine.memory_bytes)}, a plan fits up to {gib(job.usable)}, and may not fit up to {gib(tightest.usable)}"
+        fits, may_not = gib(job.usable), gib(tightest.usable)
+        of = f"of {gib(machine.memory_bytes)}, a plan fits up to {fits}, and may not fit up to {may_not}"
     else:
         of = f"they are not part of the {gib(job.usable)} that tensors may take"
     slow, fast = (f"{abs(error):.1%}" for error in published.TOKENS_OFF)

@@ -167,8 +167,8 @@ class Job:
         microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
             of stages. Without a pipeline, a step has one.
         offload: Units in host memory. ``"auto"``: as many as a way to shard needs to fit, or more if that is faster.
-        reserve: Fraction of the device's memory that schedules leave free if there is no ``budget``. What does not fit so is
-            planned again with the least reserve that was enough in a published run, and then *may not fit*; see
+        reserve: Fraction of the device's memory that schedules leave free if there is no ``budget``. What does not fit
+            so is planned again with the least reserve that was enough in a published run, and then *may not fit*; see
             :mod:`.published`.
 
     Raises:
@@ -611,7 +611,8 @@ def _solved(job: Job, problem: StepOutlines, usable: int, reshard: bool | int | 
 
 def _too_small(job: Job) -> str:
     machine = job.hardware
-    return f"{gib(job.usable)}, {1 - job.reserve:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
+    share = f"{1 - job.reserve:.0%} of what {machine.name} has ({gib(machine.memory_bytes)})"
+    return f"{gib(job.usable)}, {share}, are not enough"
 
 
 def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:

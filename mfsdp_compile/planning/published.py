@@ -4,8 +4,9 @@ The numbers sum up the first table of ``benchmarks/published.py``, the runs whos
 (``docs/foresight.md``, "Against published figures"). A test compares them with it.
 
 What torch's allocator reserves is more than what tensors take: fragmentation, rounding, and what a prediction does not
-see. In each published run with a memory figure, the prediction was a fraction ``e`` below what had been reserved. Had the
-device had just the reserved memory ``R``, the prediction would have been ``(1 - e) R``. So of a device with ``M`` bytes,
+see. In each published run with a memory figure, the prediction was a fraction ``e`` below what had been reserved. Had
+the device had just the reserved memory ``R``, the prediction would have been ``(1 - e) R``. So of a device with ``M``
+bytes,
 
 - a plan ``fits`` if it takes at most ``(1 - MOST_RESERVED) M``: it would have, with the error of every published run;
 - it ``may not fit`` up to ``(1 - LEAST_RESERVED) M``: it depends on the run;

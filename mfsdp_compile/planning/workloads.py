@@ -215,11 +215,11 @@ def workload(
 
     Args:
         model: One of these: a name in :data:`SHAPES`; a folder or file with a Hugging Face
-            configuration, or the Hub's name of a model whose configuration is in the local cache, after ``hf:`` or, if it
-            is a folder or has the form ``owner/name``, alone; ``package.module:name``. Configurations may be of a language
-            model (including encoder-decoder models) or an image classifier. ``package.module:name`` is a function that
-            returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload` with its own
-            inputs and loss.
+            configuration, or the Hub's name of a model whose configuration is in the local cache, after ``hf:`` or, if
+            it is a folder or has the form ``owner/name``, alone; ``package.module:name``. Configurations may be of a
+            language model (including encoder-decoder models) or an image classifier. ``package.module:name`` is a
+            function that returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload`
+            with its own inputs and loss.
         batch, length: Sequences per rank, and their length. None: the model's default length, or 1 for images.
         dtype: Dtype that the model is built in.
         checkpoint: See :class:`Workload`.
@@ -249,9 +249,9 @@ def workload(
         found = _from_factory(model, given, length)
     else:
         raise ValueError(
-            f"unknown model {model!r}.{did_you_mean(model, SHAPES)} Known: {', '.join(SHAPES)}; or pass a folder with a Hugging "
-            "Face config.json, the Hub's name of a model that is in the local cache (owner/name), or package.module:name of a "
-            "function that builds one"
+            f"unknown model {model!r}.{did_you_mean(model, SHAPES)} Known: {', '.join(SHAPES)}; or pass a folder with "
+            "a Hugging Face config.json, the Hub's name of a model that is in the local cache (owner/name), or "
+            "package.module:name of a function that builds one"
         )
     return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
 
@@ -333,8 +333,8 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
         file = _cached_config(path)
     if not file.is_file():
         raise ValueError(
-            f"{path}: neither a file nor a folder with a config.json.{did_you_mean(path, SHAPES)} Models known by name: "
-            f"{', '.join(SHAPES)}"
+            f"{path}: neither a file nor a folder with a config.json.{did_you_mean(path, SHAPES)} Models known by "
+            f"name: {', '.join(SHAPES)}"
         )
     try:
         values = typed(read_json(file), dict, "it")
@@ -381,8 +381,8 @@ def _cached_config(name: str) -> Path:
         return Path(found)
     raise ValueError(
         f"{name}: no such folder, and its config.json is not in the cache of the Hugging Face Hub, "
-        f"{constants.HF_HUB_CACHE}. Nothing is downloaded here. Get it once with `hf download {name} config.json` (no weights "
-        f"are needed), or pass a folder with it.{did_you_mean(name.rpartition('/')[2].lower(), SHAPES)}"
+        f"{constants.HF_HUB_CACHE}. Nothing is downloaded here. Get it once with `hf download {name} config.json` (no "
+        f"weights are needed), or pass a folder with it.{did_you_mean(name.rpartition('/')[2].lower(), SHAPES)}"
     )
 
 

@@ -136,7 +136,9 @@ def _curves(report: StepReport) -> Iterator[str]:
     predicted = (report.timeline.seconds, f"predicted {seconds_text(report.timeline.seconds)}")
     yield "<section><h2>Loss and step time (measured)</h2>"
     yield '<p class="about">The time of the first step, which compiles, is left out.</p>'
-    yield f'<div class="curves">{_curve("loss", losses, "{:.3f}".format)}{_curve("step time", times, seconds_text, predicted)}'
+    yield '<div class="curves">'
+    yield _curve("loss", losses, "{:.3f}".format)
+    yield _curve("step time", times, seconds_text, predicted)
     yield "</div></section>"
 
 

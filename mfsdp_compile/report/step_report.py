@@ -255,8 +255,8 @@ def _training(report: StepReport) -> Table:
     rows.append(("waiting for data", seconds_text(_median(report.steps, "data_seconds")), "", ""))
     rows += [(f"loss of step {r.step}", f"{r.loss:.3f}", "", "") for r in (first, last) if r.loss is not None]
     about = (
-        f"{last.step - first.step + first.steps} steps. The step time is the median of all but the first, on the first rank, with "
-        "everything that a step does; tokens are those of all ranks."
+        f"{last.step - first.step + first.steps} steps. The step time is the median of all but the first, on the first "
+        "rank, with everything that a step does; tokens are those of all ranks."
     )
     return Table("training (measured)", header, tuple(rows), about)
 

@@ -181,8 +181,8 @@ def hardware(name: str) -> Hardware:
             raise ValueError(f"hardware file {name}: {error}") from error
     if name not in known_hardware():
         raise ValueError(
-            f"unknown hardware {name!r}.{did_you_mean(name, known_hardware())} Known: {', '.join(known_hardware())}; or pass a "
-            ".json file written by `mfsdp calibrate`"
+            f"unknown hardware {name!r}.{did_you_mean(name, known_hardware())} Known: {', '.join(known_hardware())}; "
+            "or pass a .json file written by `mfsdp calibrate`"
         )
     text = (resources.files(__package__) / "machines" / f"{name}.json").read_text()
     return Hardware.from_json(text, name)

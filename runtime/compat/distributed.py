@@ -104,9 +104,9 @@ class _OfSharded(dict[Any, Any]):
     def __contains__(self, key: object) -> bool:
         if getattr(key, "__name__", "") in ("fully_shard", "replicate"):
             raise ValueError(
-                "torch's fully_shard or replicate got a module that this package has sharded: its parameters would be divided, and "
-                "its gradients reduced, twice. Use the sharded model itself; FSDP2's fully_shard for it is "
-                "mfsdp_compile.fsdp2.fully_shard."
+                "torch's fully_shard or replicate got a module that this package has sharded: its parameters would be "
+                "divided, and its gradients reduced, twice. Use the sharded model itself; FSDP2's fully_shard for it "
+                "is mfsdp_compile.fsdp2.fully_shard."
             )
         return super().__contains__(key)
 

@@ -92,8 +92,9 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
         state.pop("_flat_weights", None)  # the unsharded weights
     if compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()]):
         warn(
-            "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the quantized "
-            "weights of all layers from forward to backward. Their gradients are copied into the bucket instead."
+            "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the "
+            "quantized weights of all layers from forward to backward. Their gradients are copied into the bucket "
+            "instead."
         )
     scalings = tuple(
         EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""

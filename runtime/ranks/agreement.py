@@ -682,8 +682,8 @@ def _check_not_lost(verdict: dict[str, Any], group: dist.ProcessGroup, what: str
         order = orders().get(group.group_name)
         here = f"{what}, on rank {dist.get_rank()} {order.progress}" if order is not None else what
         raise RankLost(
-            f"{here}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, from its "
-            "last checkpoint."
+            f"{here}: {verdict['lost']}, and cannot take part. What it printed last says why. Start the job again, "
+            "from its last checkpoint."
         )
 
 

@@ -62,8 +62,8 @@ RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())
 ADVICE = (
     "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
     "data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by zero), or decide for "
-    f"all ranks together. Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable "
-    "again."
+    f"all ranks together. Weights and optimizer state are those of the last optimizer step; {RESET} makes the model "
+    "usable again."
 )
 
 AT_REST = "at rest"
@@ -205,8 +205,8 @@ class Order:
     def join(self, kind: str, parameters: Iterable[str] = ()) -> str:
         """Register a model that is being sharded on all ranks, with parameters of these names. Return its name here.
 
-        That is the name of its class; with a number, from the second model of the class on. From here on, all ranks know
-        the same again: nothing.
+        That is the name of its class; with a number, from the second model of the class on. From here on, all ranks
+        know the same again: nothing.
         """
         self._models[kind] += 1
         for name in parameters:

@@ -149,7 +149,7 @@ def test_a_bug_comes_with_what_doctor_prints() -> None:
 
 
 def test_addresses_of_the_project_are_in_one_place() -> None:
-    """They are placeholders. Everything else speaks of the repository, and no file of the project names an index or a host."""
+    """They are placeholders. Everything else speaks of the repository, and no file names an index or a host."""
     urls = re.search(r"^\[project\.urls\]\n((?:.+\n)+)", PYPROJECT, re.MULTILINE)
     assert urls is not None
     (host,) = set(re.findall(r'"https://([^/"]+)', urls[1]))

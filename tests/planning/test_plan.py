@@ -658,7 +658,7 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
 def test_command_states_its_assumptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a device with twice the memory of the smallest schedule it fits, with a little more than that it may not fit."""
+    """With twice the memory of the smallest schedule it fits; with a little more than that it may not fit."""
     arguments = ["plan", "--model", "demo", "--world", "8"]
     job = Job(workload("demo"), hardware("h100-ib"), prefetch=0, reshard=True)
     traced = trace(job.work, job.hardware, fused=True)

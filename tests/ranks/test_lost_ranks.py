@@ -123,7 +123,7 @@ def test_a_lost_rank_is_noticed(phase: str, victim: int, way: str, tmp_path: Pat
 
 
 def test_a_connection_of_an_earlier_ring_says_nothing_about_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process group ends and another one begins in the same processes, while a neighbor's connection is on its way."""
+    """A process group ends and another begins in the same processes, while a neighbor's connection is on its way."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     line = Lifeline()
