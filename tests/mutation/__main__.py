@@ -189,7 +189,9 @@ def copies_of_checkout(count: int) -> Iterator[list[Path]]:
         capture_output=True,
         check=True,
     )
-    with tempfile.TemporaryDirectory(prefix="mfsdp-mutants-") as folder:
+    # A TemporaryDirectory would be removed by programs that tests fork and that end in order: they run its finalizer.
+    folder = tempfile.mkdtemp(prefix="mfsdp-mutants-")
+    try:
         made = []
         for number in range(count):
             copy = Path(folder) / str(number)
@@ -200,6 +202,8 @@ def copies_of_checkout(count: int) -> Iterator[list[Path]]:
             made.append(copy)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
         yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
