@@ -97,11 +97,14 @@ def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequ
 
 
 def measured_peak(family: Family, inner: str) -> int:
-    """Return bytes on one of four ranks: forward and backward of a step, shards, AdamW's moments and buffers."""
+    """Return bytes on one of four ranks: forward and backward of a step, shards, AdamW's moments and buffers.
+
+    A plan of operators by themselves has no regions, see :class:`~mfsdp_compile.planning.Job`.
+    """
     batch = family.batch_of(0)
     with compat.fake_process_group(RANKS):
         model = fully_shard_model(ready(family.make(layers=LAYERS)), fsdp_unit_modules="auto")
-        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": inner})
+        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": inner, "regions": inner == "inductor"})
 
         def step() -> None:
             family.loss(call(**batch)).backward()

@@ -106,7 +106,7 @@ def measure(model: Any, run: Callable[[Any], None]) -> int:
 
     Plans of small models are within 2 % of it: kernels have workspaces, and segments of computation are coarse.
     """
-    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
     for _ in range(2):
         run(call)
         model.zero_grad()
