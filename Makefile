@@ -43,7 +43,7 @@ lint: $(READY)
 
 # On a copy laid out as it is installed: mypy cannot follow an editable installation, nor the mapping of top-level folders.
 types: $(READY)
-	rm -rf build && mkdir -p build/types && cp -r mfsdp_compile build/types && cp -r passes runtime build/types/mfsdp_compile
+	rm -rf build/types && mkdir -p build/types && cp -r mfsdp_compile build/types && cp -r passes runtime build/types/mfsdp_compile
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 	MYPYPATH=build/types $(BIN)/mypy --scripts-are-modules benchmarks docs/tools
 

@@ -158,7 +158,7 @@ class Mixture(nn.Module):
 
     def _balanced(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         experts = self.router.out_features
-        order = choice.flatten().argsort()  # copies of tokens, sorted by expert
+        order = choice.flatten().argsort(stable=True)  # copies of tokens, sorted by expert
         load = x.shape[0] * self.chosen // experts
         order = order[: load * experts]
         source = order // self.chosen

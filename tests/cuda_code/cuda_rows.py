@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["LONG", "PRECISIONS", "QUICK", "RANKS", "TABLED", "Row", "Setting", "models"]
+__all__ = ["COMPUTED", "LARGE", "LONG", "PRECISIONS", "QUICK", "RANKS", "SMALL", "TABLED", "Row", "Setting", "models"]
 
 RANKS = 8
 
@@ -22,6 +22,8 @@ class Setting:
         outer: Whether shards are replicated over two groups of four ranks.
         trains: Whether there is a backward.
         sharding: Further arguments of ``fully_shard_model``.
+        microbatches: Microbatches of a step. Only the last one reduces.
+        offloads: What is in host memory: ``"parameters"``, ``"optimizer"``, or nothing.
     """
 
     strategy: int = 3
@@ -30,6 +32,15 @@ class Setting:
     outer: bool = False
     trains: bool = True
     sharding: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    offloads: str = ""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the model is made in. Needs torch."""
+        import torch
+
+        return torch.float32 if self.precision == "float32" else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -43,14 +54,16 @@ class Row:
 
 
 PRECISIONS: dict[str, dict[str, str | None]] = {
+    "float32": {},
     "bfloat16": {"main_params_dtype": None},
     "mixed": {},
     "float32 reductions": {"grad_comm_dtype": "float32"},
     "float8 gathers": {"param_comm_dtype": "float8_e4m3fn"},
+    "mxfp8 gathers": {"param_comm_dtype": "float8_e4m3fn", "param_comm_scaling": "mxfp8"},
+    "nvfp4 gathers": {"param_comm_dtype": "float4_e2m1fn_x2", "param_comm_scaling": "nvfp4"},
 }
-"""Arguments of ``MixedPrecisionPolicy`` for a model that computes in bfloat16; "mixed" has shards in float32."""
+"""Arguments of ``MixedPrecisionPolicy``. All but "float32" compute in bfloat16; "mixed" has shards in float32."""
 
-_LAYERS = 2  # fewer than become a region by themselves
 _REGIONS = {"regions": True}
 _WIDENED = {"float32_gradients": True}
 _DOUBLE = {"fsdp_double_buffer": True}
@@ -130,19 +143,130 @@ LONG = [
 """Every combination. These are not in the table."""
 
 
-def models() -> dict[str, Callable[[], tuple[Any, list[type], list[Any]]]]:
-    """Return functions that make a model, its units, and its inputs. Needs torch."""
+_FLOAT32 = Setting(precision="float32")
+
+
+def _float32(**changes: Any) -> Setting:
+    return replace(_FLOAT32, **changes)
+
+
+COMPUTED: dict[int, list[Row]] = {
+    2: [
+        *_rows(
+            "Llama",
+            {
+                "strategy 3": _FLOAT32,
+                "strategy 1": _float32(strategy=1),
+                "strategy 2": _float32(strategy=2),
+                "regions": _float32(options=_REGIONS),
+                "`fsdp_double_buffer`": _float32(sharding=_DOUBLE),
+                "regions, `fsdp_double_buffer`": _float32(options=_REGIONS, sharding=_DOUBLE),
+                "`maxpool_double_buffer`": _float32(sharding={"maxpool_double_buffer": True}),
+                "`reshard_after_forward` False": _float32(options={"reshard_after_forward": False}),
+                "`prefetch` 2, `reductions_in_flight` 2": _float32(options={"prefetch": 2, "reductions_in_flight": 2}),
+                "`memory_budget`": _float32(options={"memory_budget": "1MiB"}),
+                "2 microbatches": _float32(microbatches=2),
+                "2 microbatches, strategy 1": _float32(microbatches=2, strategy=1),
+                "parameters offloaded": _float32(offloads="parameters"),
+                "optimizer offloaded": _float32(offloads="optimizer"),
+                "activations offloaded": _float32(
+                    options={"activation_offload": True, "activation_offload_least": 256}
+                ),
+                "bfloat16": Setting(precision="bfloat16"),
+                "bfloat16, float32 shards": Setting(),
+                "bfloat16, regions": Setting(options=_REGIONS),
+                "float32 reductions": Setting(precision="float32 reductions"),
+                "`float32_gradients`": Setting(precision="float32 reductions", options=_WIDENED),
+                "regions, `float32_gradients`": Setting(precision="float32 reductions", options=_WIDENED | _REGIONS),
+                "float8 gathers": Setting(precision="float8 gathers"),
+                "mxfp8 gathers": Setting(precision="mxfp8 gathers"),
+                "nvfp4 gathers": Setting(precision="nvfp4 gathers"),
+                "`fp8_matmul` rowwise": Setting(options={"fp8_matmul": "rowwise"}),
+                "`fp8_matmul` tensorwise, wgrad": Setting(options={"fp8_matmul": "tensorwise", "fp8_wgrad": True}),
+            },
+        ),
+        *_rows("checkpointed Llama", {"strategy 3": _FLOAT32}),
+        *(
+            row
+            for model in ("mixture of experts", "encoder and decoder", "scan")
+            for row in _rows(model, {"strategy 3": _FLOAT32, "regions": _float32(options=_REGIONS)})
+        ),
+        *_rows("convolutions", {"strategy 3": _FLOAT32}),
+    ],
+    4: _rows(
+        "Llama",
+        {
+            "replicated over 2 groups": _float32(outer=True),
+            "sharded over 2 groups": _float32(outer=True, sharding={"outer_dp_sharding_strategy": 1}),
+            "`reshard_after_forward` 2": _float32(options={"reshard_after_forward": 2}),
+            "2 groups, 2 microbatches, strategy 2": _float32(outer=True, strategy=2, microbatches=2),
+        },
+    ),
+}
+"""Rows whose code is computed, by the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of models.
+
+    Args:
+        batch, length: Shape of a rank's batch of tokens.
+        expert_hidden, experts: Width of an expert inside, and number of experts.
+    """
+
+    vocabulary: int = 4096
+    width: int = 1024
+    heads: int = 8
+    kv_heads: int = 8
+    hidden: int = 2816
+    expert_hidden: int = 128
+    experts: int = 32
+    batch: int = 4
+    length: int = 512
+    layers: int = 2  # fewer than become a region by themselves
+
+
+LARGE = Sizes()
+SMALL = Sizes(vocabulary=64, width=32, heads=4, kv_heads=4, hidden=48, expert_hidden=16, experts=4, batch=2, length=7)
+"""Sizes of code that is generated only, and of code that the interpreter runs too: no powers of two, which need no masks."""
+
+
+def models(sizes: Sizes) -> dict[str, tuple[Callable[[], Any], list[type], Callable[[], list[Any]]]]:
+    """Return functions that make a model, its units, and functions that make inputs. Needs torch."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
 
     from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
     from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
 
-    sizes = {"vocabulary": 4096, "width": 1024, "heads": 8, "kv_heads": 8}
+    common = {"vocabulary": sizes.vocabulary, "width": sizes.width, "layers": sizes.layers}
+    common |= {"heads": sizes.heads, "kv_heads": sizes.kv_heads}
+    llama = LlamaConfig(**common, hidden=sizes.hidden)
+    moe = MoeConfig(**common, hidden=sizes.expert_hidden, experts=sizes.experts, chosen=2)
 
-    def tokens(batch: int = 4, length: int = 512) -> Tensor:
-        return torch.randint(0, sizes["vocabulary"], (batch, length), device="cuda")
+    def tokens(length: int = sizes.length) -> Tensor:
+        return torch.randint(0, sizes.vocabulary, (sizes.batch, length))
+
+    class Checkpointed(Block):
+        """Is computed again in backward."""
+
+        def forward(self, *args: Any) -> Any:
+            return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False)  # no generator
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        """Attention by products: to compute flash attention again, AOTAutograd asks for the device's generator."""
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+
+    class CheckpointedLlama(Llama):
+        def __init__(self) -> None:
+            super().__init__(llama, attend)
+            for layer in self.layers:
+                layer.__class__ = Checkpointed
 
     class Attention(nn.Module):
         def __init__(self, width: int, heads: int) -> None:
@@ -189,8 +313,8 @@ def models() -> dict[str, Callable[[], tuple[Any, list[type], list[Any]]]]:
 
         def __init__(self, layers: int) -> None:
             super().__init__()
-            width, heads = sizes["width"], sizes["heads"]
-            self.embedding = nn.Embedding(sizes["vocabulary"], width)
+            width, heads = sizes.width, sizes.heads
+            self.embedding = nn.Embedding(sizes.vocabulary, width)
             self.encoder = nn.ModuleList(EncoderLayer(width, heads) for _ in range(layers))
             self.decoder = nn.ModuleList(DecoderLayer(width, heads) for _ in range(layers))
             self.norm = nn.LayerNorm(width)
@@ -216,25 +340,80 @@ def models() -> dict[str, Callable[[], tuple[Any, list[type], list[Any]]]]:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x + self.first, 2 * x + self.second
 
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.GroupNorm(2, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(self.norm(self.convolution(x)))
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 3, padding=1)
+            self.layers = nn.ModuleList(Convolution() for _ in range(sizes.layers))
+            self.head = nn.Linear(8, sizes.vocabulary)
+
+        def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+            x = self.stem(images)
+            for layer in self.layers:
+                x = layer(x)
+            return F.cross_entropy(self.head(x.mean((2, 3))).float(), targets)
+
+    class Scan(nn.Module):
+        """A selective scan over the tokens, as in Mamba: each state is a gated sum of the last one and the input."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            width = sizes.width
+            self.norm = nn.RMSNorm(width)
+            self.into, self.gates, self.out = (nn.Linear(width, n, bias=False) for n in (width, 2 * width, width))
+            self.decay = nn.Parameter(torch.zeros(width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x)
+            value, (step, gate) = self.into(normed), self.gates(normed).chunk(2, -1)
+            step = F.softplus(step.float())
+            kept = -step * self.decay.float().exp()
+            state, states = torch.zeros_like(kept[:, 0]), []
+            for token in range(x.shape[1]):
+                state = kept[:, token].exp() * state + step[:, token] * value[:, token]
+                states.append(state)
+            return x + self.out(torch.stack(states, 1).to(x.dtype) * F.silu(gate))
+
+    class Scans(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+            self.layers = nn.ModuleList(Scan() for _ in range(sizes.layers))
+            self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+    def images() -> list[Any]:
+        return [torch.randn(sizes.batch, 3, 8, 8), torch.randint(0, sizes.vocabulary, (sizes.batch,))]
+
+    square = (sizes.width, sizes.width)
+    half = sizes.length // 2
     return {
-        "Llama": lambda: (
-            Llama(LlamaConfig(**sizes, layers=_LAYERS, hidden=2816)),
-            [Block],
-            [tokens(), tokens()],
-        ),
-        "mixture of experts": lambda: (
-            MoeLlama(MoeConfig(**sizes, layers=_LAYERS, hidden=128, experts=32, chosen=2)),
-            [MoeBlock],
-            [tokens(), tokens()],
-        ),
-        "encoder and decoder": lambda: (
-            EncoderDecoder(_LAYERS),
+        "Llama": (lambda: Llama(llama), [Block], lambda: [tokens(), tokens()]),
+        "checkpointed Llama": (CheckpointedLlama, [Checkpointed], lambda: [tokens(), tokens()]),
+        "mixture of experts": (lambda: MoeLlama(moe), [MoeBlock], lambda: [tokens(), tokens()]),
+        "encoder and decoder": (
+            lambda: EncoderDecoder(sizes.layers),
             [EncoderLayer, DecoderLayer],
-            [tokens(), tokens(length=256), tokens(length=256)],
+            lambda: [tokens(), tokens(half), tokens(half)],
         ),
-        "gradients from outside": lambda: (
-            Adds(sizes["width"]),
+        "convolutions": (Convolutions, [Convolution], images),
+        "scan": (Scans, [Scan], lambda: [tokens(), tokens()]),
+        "gradients from outside": (
+            lambda: Adds(sizes.width),
             [],
-            [torch.ones(sizes["width"], sizes["width"], device="cuda", dtype=torch.bfloat16)],
+            lambda: [torch.ones(*square, dtype=torch.bfloat16)],
         ),
     }

@@ -1,7 +1,7 @@
 """A GPU that does not exist: Inductor and Triton generate code for it on a machine without a driver.
 
-:func:`load_guard` comes before torch is imported, because torch looks up CUDA's hooks once and early. Then
-:func:`install` tells torch, Inductor and Triton the properties of the device. Nothing can run on it: tensors are fake.
+:func:`start` comes before torch is imported, because torch looks up CUDA's hooks once and early. It tells torch, Inductor
+and Triton the properties of the device. Nothing can run on it: tensors are fake.
 
 What code for it lacks: padding of matrix products (``pad_mm``), replacement of attention by patterns, and constant
 folding, which all need real tensors. Nothing is autotuned.
@@ -13,13 +13,15 @@ import ctypes
 import dataclasses
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-__all__ = ["GPUS", "Gpu", "install", "load_guard"]
+__all__ = ["GPUS", "Gpu", "start"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ GPUS = {
     "sm_100": Gpu("NVIDIA B200", 10, 0, 148, 191_514_017_792, 132_644_864),
 }
 
+_BUILT = Path(__file__).parents[2] / "build" / "cuda_guard"
 _GUARD = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -91,11 +94,32 @@ C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PRE
 """
 
 
-def load_guard(folder: Path) -> None:
-    """Give torch hooks of CUDA that need no driver, and a device guard that does nothing. Autograd and copies ask them.
+def start(architecture: str, folder: Path, **environment: str) -> None:
+    """Make this process one of a GPU that does not exist. Called before torch is imported.
 
     Args:
-        folder: Where the library is built, or found if it was built before.
+        architecture: Key of :data:`GPUS`.
+        folder: Where compilers put their files.
+        environment: Further environment variables.
+    """
+    os.environ.update(
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+        TRITON_CACHE_DIR=str(folder / "triton"),
+    )
+    os.environ.update(environment)
+    _load_guard()
+    import torch
+
+    torch.set_num_threads(1)
+    _install(GPUS[architecture])
+
+
+def _load_guard() -> None:
+    """Give torch hooks of CUDA that need no driver, and a device guard that does nothing. Autograd and copies ask them.
+
+    The library is built once for each torch, which takes half a minute.
     """
     assert "torch" not in sys.modules, "torch looks up CUDA's hooks when it is imported"
     spec = importlib.util.find_spec("torch")
@@ -103,13 +127,16 @@ def load_guard(folder: Path) -> None:
     assert spec.origin is not None
     torch = Path(spec.origin).parent
     key = hashlib.sha256(((torch / "version.py").read_text(encoding="utf-8") + _GUARD).encode()).hexdigest()[:12]
-    library = folder / f"guard_{key}.so"
+    library = _BUILT / f"guard_{key}.so"
     if not library.exists():
-        source = library.with_suffix(".cpp")
-        source.write_text(_GUARD, encoding="utf-8")
-        flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}"]
-        links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(library), *links], check=True, timeout=120)
+        _BUILT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
+            source, built = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+            source.write_text(_GUARD, encoding="utf-8")
+            flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}"]
+            links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+            subprocess.run(["g++", *flags, str(source), "-o", str(built), *links], check=True, timeout=300)
+            built.replace(library)
     for name in ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -128,7 +155,7 @@ class _NoGuard:
         return None
 
 
-def install(gpu: Gpu) -> None:
+def _install(gpu: Gpu) -> None:
     """Tell torch, Inductor and Triton that there is one device, ``gpu``. Cannot be undone: the process is for this."""
     import torch
     from torch._subclasses import fake_tensor
@@ -207,7 +234,11 @@ def _attend_by_flash() -> None:
     """Torch chooses a kernel for attention by asking the driver. Choose the one that it takes on this device."""
     import torch
 
+    elsewhere = torch.nn.functional.scaled_dot_product_attention
+
     def attend(q: Any, k: Any, v: Any, is_causal: bool = False) -> Any:
+        if q.device.type != "cuda":
+            return elsewhere(q, k, v, is_causal=is_causal)
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
     torch.nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]

@@ -8,19 +8,20 @@ it, with the storage that each launch reads and writes.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from generating import compiled_with, modules_are_seen, phase_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_text import Kernel, read_kernel
 
-__all__ = ["Event", "Recording", "Span", "kernels_are_recorded", "record"]
+__all__ = ["Event", "Recording", "Span", "record", "recordings_of"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Event:
         reads, writes: Memory that it reads, and that it writes.
         kernel: The Triton kernel, if it is one.
         moves, fills: Whether it copies, casts or fills and computes nothing; whether it only fills.
-        bytes: Bytes that it reads and writes, if it moves.
+        bytes: Bytes that it reads and writes: of Triton kernels, and of operators that move.
     """
 
     name: str
@@ -93,7 +94,7 @@ class _Launcher:
 
 
 @contextlib.contextmanager
-def kernels_are_recorded() -> Iterator[None]:
+def _kernels_are_recorded() -> Iterator[None]:
     """Context in which loading generated code compiles no kernel."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -220,13 +221,11 @@ class _Recorder(TorchDispatchMode):
 
     def launch(self, name: str, kernel: Kernel, args: Sequence[Any], more: dict[str, Any]) -> None:
         bound = dict(zip(kernel.parameters, args, strict=False)) | more
-        elements = math.prod(value for key, value in bound.items() if key.endswith("numel") and isinstance(value, int))
         moved = 0
         for accesses in (kernel.loads, kernel.stores):
-            for pointer, times in accesses.items():
+            for pointer, elements in accesses.items():
                 tensor = bound[pointer]
-                whole = tensor.numel() * tensor.element_size()
-                moved += min(whole, times * elements * tensor.element_size()) if elements > 1 else whole
+                moved += min(tensor.numel(), elements) * tensor.element_size()
         self.recording.events.append(
             Event(
                 name,
@@ -235,7 +234,7 @@ class _Recorder(TorchDispatchMode):
                 kernel,
                 kernel.moves,
                 kernel.fills,
-                moved if kernel.moves else 0,
+                moved,
             )
         )
 
@@ -260,3 +259,19 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: bool) -> list[Recording]:
+    """Return the recordings of a model's graphs."""
+    recordings: list[Recording] = []
+
+    def see(graph: Any, module: Any) -> None:
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        given = [node.meta.get("val") for node in graph.orig_gm.graph.find_nodes(op="placeholder")]
+        with graph.fake_mode:
+            recordings.append(record(phase_of(graph), source, module, module.call, given))
+
+    grad = contextlib.nullcontext() if trains else torch.no_grad()
+    with _kernels_are_recorded(), modules_are_seen(see), grad:
+        compiled_with(compile_graph, model, inputs)
+    return recordings

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Kernel", "read_kernel"]
+__all__ = ["ALL", "Kernel", "read_kernel"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Kernel:
     Args:
         source: The module that defines it, with the kernel's name replaced: equal kernels have equal sources.
         parameters: Its parameters, in order.
-        loads, stores: Number of loads and stores by pointer.
+        loads, stores: Elements that loads and stores touch, by pointer, and :data:`ALL` where the code does not say.
+            An element counts once for each load.
         moves: Whether all that it stores is a constant, or was loaded and at most cast. Looking values up by an index
             that is in memory, as an embedding does, is not moving.
     """
@@ -35,11 +37,15 @@ class Kernel:
         return self.moves and not self.loads
 
 
+ALL = 1 << 62
+_INDEX = re.compile(r"(x|y|z|r\d_)index")
+
+
 @functools.cache
 def read_kernel(name: str, source: str) -> Kernel:
     function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name)
-    loads: Counter[str] = Counter()
-    stores: Counter[str] = Counter()
+    loads: list[ast.Call] = []
+    stores: list[ast.Call] = []
     stored: list[ast.Call] = []
     values: dict[str, list[ast.expr | None]] = {}
     computes = False
@@ -56,32 +62,58 @@ def read_kernel(name: str, source: str) -> Kernel:
         elif isinstance(node, ast.Call):
             operation = ast.unparse(node.func)
             if operation == "tl.load":
-                loads[_pointer(node)] += 1
+                loads.append(node)
             elif operation == "tl.store":
-                stores[_pointer(node)] += 1
+                stores.append(node)
                 stored.append(node)
             elif operation.startswith("tl.atomic"):
-                loads[_pointer(node)] += 1
-                stores[_pointer(node)] += 1
+                loads.append(node)
+                stores.append(node)
                 computes = True
     moves = not computes and all(
         _is_moved(store.args[1], values, ()) and not _is_loaded(store.args[0], values, ()) for store in stored
     )
     parameters = tuple(argument.arg for argument in function.args.args)
-    loads, stores = _of_parameters(loads, values), _of_parameters(stores, values)
-    assert stores, f"{name} stores nothing:\n{source}"
-    assert {*loads, *stores} <= {*parameters}, f"{name} uses pointers that are no parameters"
-    return Kernel(source.replace(name, "kernel"), parameters, loads, stores, moves)
+    loaded, written = _by_parameter(loads, values), _by_parameter(stores, values)
+    assert written, f"{name} stores nothing:\n{source}"
+    assert {*loaded, *written} <= {*parameters}, f"{name} uses pointers that are no parameters"
+    return Kernel(source.replace(name, "kernel"), parameters, loaded, written, moves)
 
 
-def _of_parameters(pointers: Counter[str], values: Mapping[str, list[ast.expr | None]]) -> Counter[str]:
-    """Count by parameter. In kernels of several parts, torch 2.15 gives each part's pointers the same names."""
+def _by_parameter(accesses: list[ast.Call], values: Mapping[str, list[ast.expr | None]]) -> Counter[str]:
+    """Count elements by parameter. In kernels of several parts, torch 2.15 gives each part's pointers the same names."""
     found: Counter[str] = Counter()
-    for name, count in pointers.items():
-        named = [value.id for value in values.get(name, ()) if isinstance(value, ast.Name)]
-        for parameter in named or [name]:
-            found[parameter] += count
+    for access in accesses:
+        pointer = _pointer(access)
+        named = [value.id for value in values.get(pointer, ()) if isinstance(value, ast.Name)]
+        for parameter in named or [pointer]:
+            found[parameter] += _elements(access.args[0], values)
     return found
+
+
+def _elements(address: ast.expr, values: Mapping[str, list[ast.expr | None]]) -> int:
+    """Return how many elements an address has over all programs: a bias that all rows add is as long as a row."""
+    count = 1
+    for name in {part.id for part in ast.walk(address) if isinstance(part, ast.Name)} - {"tl"}:
+        if "ptr" in name or name.startswith("foreach_arg") or name.isupper():  # the pointer, and sizes of blocks
+            continue
+        lengths = {_length(value, values) for value in values.get(name, [None])}
+        count *= lengths.pop() if len(lengths) == 1 else ALL
+    return min(count, ALL)
+
+
+def _length(value: ast.expr | None, values: Mapping[str, list[ast.expr | None]]) -> int:
+    """Return how many values an index has: ``xindex``, ``xindex // 32``, ``(xindex % 32)``, ``((xindex // 32) % 8)``."""
+    if isinstance(value, ast.Name) and (found := _INDEX.fullmatch(value.id)):
+        (size,) = values.get(f"{found[1]}numel", [None])[:1]
+        return size.value if isinstance(size, ast.Constant) and isinstance(size.value, int) else ALL
+    if isinstance(value, ast.BinOp) and isinstance(value.right, ast.Constant) and isinstance(value.right.value, int):
+        if isinstance(value.op, ast.Mod):
+            return value.right.value
+        if isinstance(value.op, ast.FloorDiv):
+            whole = _length(value.left, values)
+            return whole if whole == ALL else -(-whole // value.right.value)
+    return ALL
 
 
 def _pointer(call: ast.Call) -> str:

@@ -36,6 +36,29 @@ class Part:
     note: Reader | None = None
 
 
+UNPROVEN = [
+    ("products of cuBLAS", "the CPU's products", "tests: training"),
+    ("flash attention's kernels", "the CPU's flash attention, with the strides of CUDA's", "tests: training"),
+    ("`_scaled_mm` and the bits of casts to float8 and float4", "the CPU's", "tests: products and gathers in float8"),
+    ("Transformer Engine", "a copy of its Python interface that computes on the CPU", "tests: Transformer Engine"),
+    (
+        "Triton's machine code",
+        "its interpreter computes the kernels; its assembler makes cubins, which nothing runs",
+        "tests: generated code",
+    ),
+    (
+        "NCCL: its kernels, communicators, registration of buffers",
+        "gloo on real ranks, late; the order of calls is checked",
+        "tests: groups, scaler, streams, checkpoint",
+    ),
+    ("streams and CUDA's allocator", "streams that are recorded and checked", "tests: groups, scaler, streams, checkpoint"),
+    ("capture and replay of CUDA graphs", "a recorder that runs operators again", "tests: CUDA graphs"),
+    ("peak memory of the allocator", "allocations counted on the CPU", "tests: memory and time"),
+    ("times of kernels, copies and collectives", "data sheets, and figures that others published", "calibrate"),
+    ("whether predicted step times hold", "step times that others published", "predicted step time"),
+    ("step time beside FSDP2", "step times on two CPU cores", "step time"),
+]
+"""What no test without a GPU shows, what is used in its place there, and the part of ``make gpu`` that shows it."""
 FIRST = ("one_rank_trains", "agree_to_the_bit", "bfloat16_with")
 CODE = ("generated_code", "float32_gradients")
 PREDICTED = ("peak_memory", "as_predicted")
@@ -48,16 +71,18 @@ def one_gpu(fake: bool) -> list[Part]:
     alone, of_8, four = ("--ranks", "1"), ("--simulate", "8"), _of(fake, *COMPARED[:4])
     return [
         _environment(),
+        # What nothing without a GPU can show, in the order of UNPROVEN
         _tests("training", "test_gpu.py", FIRST),
-        _tests("generated code", "test_gpu.py", CODE),
-        _tests("memory and time", "test_gpu.py", PREDICTED),
-        _tests("groups, scaler, streams, checkpoint", "test_gpu_state.py"),
-        _tests("CUDA graphs", "test_gpu_graphs.py"),
         _tests("products and gathers in float8", "test_gpu_fp8.py"),
         _tests("Transformer Engine", "test_gpu_te.py"),
+        _tests("generated code", "test_gpu.py", CODE),
+        _tests("groups, scaler, streams, checkpoint", "test_gpu_state.py"),
+        _tests("CUDA graphs", "test_gpu_graphs.py"),
+        _tests("memory and time", "test_gpu.py", PREDICTED),
         _calibrate(1),
         _prediction(1),
         _bench("step time", "step_time", 150, _steps, *alone, *four, *whole),
+        # What other machines have shown in part
         _bench("memory, 8 simulated ranks", "memory", 120, _peaks, *of_8, *four, *small),
         _tests("optimizers, synchronization, the rest", "test_gpu.py", (*FIRST, *CODE, *PREDICTED), others=True),
         _overlap(1),

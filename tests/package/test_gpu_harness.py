@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_tables import DOCS, check_table
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "tests" / "gpu"
@@ -117,6 +118,18 @@ def test_fraction_that_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["hidden"] == pytest.approx((6 + 1) / 20)
     assert found["computation_s"] == pytest.approx((6 + 11) / 1e6)
     assert hidden(products)["hidden"] is None
+
+
+def test_what_only_a_gpu_shows_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GPU))
+    import parts
+
+    environment, *names = (part.name for part in parts.one_gpu(fake=False))
+    first = list(dict.fromkeys(part for *_, part in parts.UNPROVEN))
+    assert environment == "environment"
+    assert names[: len(first)] == first
+    header = ("only a GPU shows", "in its place without one", "part of `make gpu`")
+    check_table(DOCS / "performance.md", "needs a GPU", header, parts.UNPROVEN)
 
 
 def test_every_gpu_test_is_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,177 @@
+"""The code for a GPU computes the right numbers: its kernels in Triton's interpreter, its wrapper on memory of the host.
+
+Child processes are the ranks (``compute.py``). They compare one training step with the eager path of the same ranks and
+with one process in float32. ``MFSDP_WRITE_TABLES=1`` rewrites the table in ``docs/performance.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_rows import COMPUTED, Row, Setting
+from doc_tables import DOCS, check_rows, rows_of
+from wrong_code import MUTANTS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
+]
+
+HERE = Path(__file__).parent
+PAGE, TABLE = DOCS / "performance.md", "computed code"
+HEADER = [
+    "model",
+    "setting",
+    "ranks",
+    "kernels, launches",
+    "of the eager path's gradients",
+    "of one process's",
+    "the eager path's",
+]
+FLOAT32 = 1e-5
+"""Bound on the difference of a gradient, relative to its norm: some tens of roundings of float32, in another order."""
+HALF = 0.05
+"""The same for bfloat16, whose roundings are 2^-8."""
+FLOAT8 = 0.25
+"""The same where products are in float8, whose roundings are 2^-4, or what is gathered has four bits."""
+COMMON = ("Llama", Setting(precision="float32"))
+"""What mutants change."""
+QUICK = {
+    ("Llama: regions, `fsdp_double_buffer`", "wrapper"),
+    ("Llama: bfloat16, float32 shards", "kernels"),
+}
+"""Rows that ``make test`` computes."""
+QUICK_MUTANTS = ("late wait, backward", "early reuse", "offset")
+
+
+def compute(ranks: int, rows: Sequence[tuple[str, Setting, str, str]]) -> list[list[dict[str, Any]]]:
+    """Compute rows of model, setting, way and mutant. Return what each rank found, by row."""
+    given = "".join(json.dumps([m, dataclasses.asdict(s), way, mutant]) + "\n" for m, s, way, mutant in rows)
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # Not pytest's folder, which xdist's workers share: file stores have short lives.
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"results{rank}") for rank in range(ranks)]
+        errors = [Path(folder, f"errors{rank}") for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            with outputs[rank].open("w") as output, errors[rank].open("w") as error:
+                command = [sys.executable, str(HERE / "compute.py"), str(rank), str(ranks), folder]
+                processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=output, stderr=error, text=True, env=environment
+                    )
+                )
+        try:
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write(given)
+                process.stdin.close()
+            for process in processes:
+                process.wait(timeout=120 + 60 * len(rows))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        found = [[json.loads(line) for line in output.read_text().splitlines()] for output in outputs]
+        for rank, results in enumerate(found):
+            assert len(results) == len(rows), (
+                f"rank {rank} computed {len(results)} rows:\n{errors[rank].read_text()[-4000:]}"
+            )
+    return [list(of_row) for of_row in zip(*found, strict=True)]
+
+
+def _each(ways: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(ranks, row, way, id=f"{row}-{way}", marks=[] if (str(row), way) in QUICK else [pytest.mark.long])
+        for ranks, rows in COMPUTED.items()
+        for row in rows
+        for way in ways
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """What the ranks found about all rows and mutants that the tests of this run ask for."""
+    here = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    asked: dict[int, dict[tuple[Any, ...], tuple[str, Setting, str, str]]] = {}
+    for item in here:
+        given = item.callspec.params  # type: ignore[attr-defined]
+        if "row" in given:
+            row, way = given["row"], given["way"]
+            asked.setdefault(given["ranks"], {})[str(row), way] = row.model, row.setting, way, ""
+        elif "mutant" in given:
+            asked.setdefault(2, {})[(given["mutant"],)] = *COMMON, "wrapper", given["mutant"]
+    results: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for ranks, rows in asked.items():
+        results |= dict(zip(rows, compute(ranks, list(rows.values())), strict=True))
+    return results
+
+
+def bound(row: Row) -> float:
+    setting = row.setting
+    if "fp8_matmul" in setting.options or setting.precision == "nvfp4 gathers":
+        return FLOAT8
+    return FLOAT32 if setting.precision == "float32" else HALF
+
+
+@pytest.mark.parametrize(("ranks", "row", "way"), _each(("wrapper", "kernels")))
+def test_numbers(ranks: int, row: Row, way: str, found: Any) -> None:
+    for rank, facts in enumerate(found[str(row), way]):
+        assert "error" not in facts, f"rank {rank}: {facts['error']}"
+        assert facts["kernels"] > 1
+        assert facts["violations"] == []
+        assert facts["loss"] <= bound(row)
+        assert facts["gradients"] <= bound(row)
+        assert facts["one process"] <= max(FLOAT32, 1.5 * facts["eager, one process"]) or bound(row) == FLOAT8
+        assert facts["one process"] <= bound(row)
+
+
+@pytest.mark.parametrize(("ranks", "row", "way"), _each(("wrapper", "kernels")))
+def test_ranks_start_the_same_collectives_in_the_same_order(ranks: int, row: Row, way: str, found: Any) -> None:
+    """NCCL needs it in each communicator, and of those that share a rank."""
+    results = [facts["started"] for facts in found[str(row), way]]
+    for started in results:
+        for communicator, collectives in started.items():
+            for other in json.loads(communicator):
+                assert results[other][communicator] == collectives
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, marks=[] if each in QUICK_MUTANTS else [pytest.mark.long]) for each in MUTANTS]
+)
+def test_wrong_code_is_noticed(mutant: str, found: Any) -> None:
+    for facts in found[(mutant,)]:
+        assert "error" not in facts, facts["error"]
+    assert any(
+        facts["violations"] or not (facts["loss"] <= FLOAT32 and facts["gradients"] <= FLOAT32)
+        for facts in found[(mutant,)]
+    ), found[(mutant,)]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13")
+@pytest.mark.parametrize(("ranks", "row", "way"), _each(["wrapper"]))
+def test_table(ranks: int, row: Row, way: str, found: Any) -> None:
+    facts = found[str(row), way][0]
+    numbers = [f"{facts[name]:.1e}" for name in ("gradients", "one process", "eager, one process")]
+    cells = [row.model, row.name, ranks, f"{facts['kernels']}, {facts['launches']}", *numbers]
+    check_rows(PAGE, TABLE, HEADER, [cells], keys=2, bounds=dict.fromkeys(HEADER[-3:], bound(row)))
+
+
+def test_the_table_has_these_rows() -> None:
+    wanted = {(row.model, row.name) for rows in COMPUTED.values() for row in rows}
+    assert {tuple(cells[:2]) for cells in rows_of(PAGE, TABLE)} == wanted

@@ -1,0 +1,79 @@
+"""What a layer of Llama-3-8B launches and moves on a GPU, by its generated code. ``MFSDP_WRITE_TABLES=1`` writes the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doc_tables import DOCS, check_table
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
+]
+
+HERE = Path(__file__).parent
+FLOPS, MEMORY, LINK = 989e12, 3.35e12, 450e9
+"""Of an H100's data sheet: FLOP/s in bfloat16, bytes per second of its memory, and of NVLink in one direction."""
+RANKS = 8
+HEADER = [
+    "layer",
+    "products",
+    "other launches",
+    "they move, GB",
+    "products, ms",
+    "the rest, ms",
+    "communication, ms",
+    "layer, ms",
+]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "traffic.py"), "sm_90", str(tmp_path_factory.mktemp("traffic"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
+    """Two casts of a shard from float32, and one of its reduced gradient to float32; copies of nothing that is whole."""
+    plain, ours = (facts["costs"][name] for name in ("not sharded", "mfsdp compiled, `regions` False"))
+    casts = 3 * (4 + 2) * facts["parameters"] / RANKS
+    assert ours["products"] == plain["products"]
+    # 1 %: what else is fused differs, because gathered weights are views of a bucket
+    assert abs(ours["bytes"] - plain["bytes"] - casts) <= 0.01 * plain["bytes"]
+
+
+def test_hooks_copy_what_is_whole(facts: dict[str, Any]) -> None:
+    """FSDP2 copies each gathered bucket to its parameters, twice, and each gradient to its bucket."""
+    whole = 2 * facts["parameters"]
+    hooks = facts["hooks"]
+    assert hooks["fsdp.split_with_sizes_copy"] == 2 * 2 * whole
+    assert hooks["fsdp.chunk_cat"] == 2 * whole
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13")
+def test_table(facts: dict[str, Any]) -> None:
+    share = 2 * facts["parameters"] * (RANKS - 1) / RANKS
+    rows = []
+    for name, cost in facts["costs"].items():
+        products = facts["flops"] / FLOPS if cost["products"] else 0.0
+        rest = cost["bytes"] / MEMORY
+        communication = 0.0 if name == "not sharded" else 3 * share / LINK
+        seconds = (products, rest, communication, max(products + rest, communication))
+        times = [f"{1e3 * each:.2f}" for each in seconds] if cost["products"] else ["-", f"{1e3 * rest:.2f}", "-", "-"]
+        rows.append([name, f"{cost['products']:g}", f"{cost['launches']:g}", f"{cost['bytes'] / 1e9:.2f}", *times])
+    check_table(DOCS / "performance.md", "layer", HEADER, rows)
