@@ -1,0 +1,86 @@
+"""Runs rows of ``streams_rows.py`` on fake GPUs under the checker, in processes of its own. Prints JSON.
+
+    streams_program.py RANKS ROW:MODE[:MUTANT] ...
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing as mp
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from datetime import timedelta
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS)]
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch._dynamo
+import torch._functorch.aot_autograd
+import torch.distributed as dist
+from streams import Checker, differences
+from streams_rows import ROWS, train
+
+
+def run(asked: str) -> tuple[list[str], list[str], dict[str, int]]:
+    """Run a row. Return digests, violations, and what was counted."""
+    name, mode = asked.split(":")
+    torch.manual_seed(0)
+    with Checker() as checker:
+        digests = train(ROWS[name], mode)
+    checker.finish()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, (checker.calls, checker.groups))
+    torch.compiler.reset()
+    gc.collect()
+    return digests, [*checker.violations, *differences(everyones)], dict(checker.counts)
+
+
+def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        connection.send(store.port)
+    port = connection.recv()
+    store = store or dist.TCPStore("127.0.0.1", port, ranks, timeout=timeout, wait_for_workers=False)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    found = {}
+    for each in asked:
+        try:
+            found[each] = run(each)
+        except BaseException:
+            found[each] = ([], [traceback.format_exc()], {})
+            break
+    connection.send(found)
+
+
+def main() -> None:
+    ranks, asked = int(sys.argv[1]), sys.argv[2:]
+    context = mp.get_context("fork")
+    workers = []
+    for rank in range(ranks):
+        mine, its = context.Pipe()
+        process = context.Process(target=work, args=(its, rank, ranks, asked), daemon=True)
+        process.start()
+        workers.append((process, mine))
+    port = workers[0][1].recv()
+    for _, connection in workers:
+        connection.send(port)
+    found = [connection.recv() if connection.poll(200) else {} for _, connection in workers]
+    for process, _ in workers:
+        process.kill()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Small trainings for the checker of stream order, which run on fake GPUs and as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import parity
+import torch
+import torch.distributed as dist
+import zoo
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy
+
+EAGER, AOT_EAGER = parity.EAGER, parity.AOT_EAGER
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Args:
+        sharding: Arguments of ``fully_shard_model``.
+        compiling: Options of the backend.
+        mesh: Sizes of the outer and the inner data-parallel dimension.
+    """
+
+    sharding: dict[str, Any] = field(default_factory=dict)
+    compiling: dict[str, Any] = field(default_factory=dict)
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    ranks: int = 2
+    mesh: tuple[int, int] | None = None
+    microbatches: int = 1
+    modes: tuple[str, ...] = (EAGER, AOT_EAGER)
+    captures: bool = False
+    is_long: bool = False
+
+
+ROWS = {
+    "full": Row(),
+    "no_shard": Row({"zero_dp_strategy": 0}, is_long=True),
+    "optim": Row({"zero_dp_strategy": 1}),
+    "optim_grads": Row({"zero_dp_strategy": 2}),
+    "double_buffer": Row({"fsdp_double_buffer": True}),
+    "largest_buffer": Row({"maxpool_double_buffer": True}, is_long=True),
+    "accumulation": Row({"sync_model_each_microbatch": False, "zero_dp_strategy": 1}, microbatches=2),
+    "offload": Row({"offload_policy": CPUOffloadPolicy()}),
+    "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, microbatches=2),
+    "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, is_long=True),
+    "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}),
+    "activation offload": Row(
+        compiling={"activation_offload": True, "activation_offload_least": 1}, modes=(AOT_EAGER,)
+    ),
+    "nccl_ub": Row({"nccl_ub": True}),
+    "captured": Row({"cuda_graph_mode": True}, captures=True, modes=(EAGER, AOT_EAGER)),
+    "hsdp": Row(ranks=4, mesh=(2, 2)),
+    "hfsdp": Row({"outer_dp_sharding_strategy": 1}, ranks=4, mesh=(2, 2)),
+    "portions": Row({"reshard_after_forward": 2}, ranks=4),
+}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
+
+
+def train(row: Row, mode: str) -> list[str]:
+    """Train, and return digests of losses and of this rank's shards."""
+    sharding = {"device": "cpu", **row.sharding}
+    if row.mesh is not None:
+        mesh = init_device_mesh("cpu", row.mesh, mesh_dim_names=("outer", "inner"))
+        sharding |= {
+            "device_mesh": mesh,
+            "dp_shard_dim": "inner",
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": mesh._flatten("both").get_group(),
+        }
+    compiling = {} if mode == EAGER else row.compiling
+    model, call = parity.shard(parity.build(zoo.Plain), mode, sharding=sharding, precision=row.precision, **compiling)
+    optimizer = sgd(model.parameters())
+    model.set_model_auto_sync(row.microbatches == 1 or sharding.get("sync_model_each_microbatch", True))
+
+    def step(x: Tensor, last: bool) -> Tensor:
+        model.is_last_microbatch = last
+        loss = call(x)
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    run: Callable[..., Tensor] = step
+    if row.captures:
+        run = capturing(call, step)
+    losses = []
+    for batch in parity.batches(steps=STEPS + 2 * row.captures)[:, dist.get_rank()]:
+        for micro in range(row.microbatches):
+            loss = run(batch.chunk(row.microbatches)[micro], micro == row.microbatches - 1)
+            losses.append(loss.detach().clone())
+    return [digest(tensor) for tensor in (*losses, *(param.to_local().detach() for param in model.parameters()))]
+
+
+def capturing(call: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step as a captured one, on fake GPUs."""
+    import builtins
+
+    if not hasattr(builtins, "_fake_gpu"):
+        return step
+    from mfsdp_compile import capture_step
+
+    return capture_step(call, step)
+
+
+def digest(tensor: Tensor) -> str:
+    flat = tensor.detach().clone().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(bytes(flat.tolist())).hexdigest()[:16]
