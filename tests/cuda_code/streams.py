@@ -7,9 +7,9 @@ operators, both tasks, and the lines of the package that launched them.
 
 Memory
     Host memory is what ``pin_memory=True`` made, what ``torch.tensor`` made, and what was computed from host memory alone.
-    Everything else is the GPU's. Operators on host memory run on the host, all others on the current stream. A copy between
-    the two runs on the current stream; the host waits for it unless it is ``non_blocking`` and the host memory is pinned.
-    The host also waits where it reads a value (``item``, ``tolist``, ``numpy``).
+    Everything else is the GPU's. Operators on host memory run on the host, all others on the current stream. One that takes
+    memory of both is a copy, or has been preceded by one (``to(device)`` does nothing here); the host waits for it unless it
+    is a ``non_blocking`` copy and the host memory is pinned. It also waits where it reads values (``item``, ``tolist``).
 
 Allocator
     What is freed may be given to every later allocation on the same stream that fits, until that stream comes after all
@@ -22,7 +22,8 @@ Collectives
     and result are in use and referred to, until the collective is awaited, for which the current stream waits and the host
     does not. NCCL's rules are checked on what was recorded (:func:`differences`): the same collectives on all ranks of a
     communicator; communicators created in one order; and communicators that share ranks, and whose collectives no stream
-    orders, started in one order. Registered memory: :class:`Registry`.
+    orders, started in one order. Memory of a pool is registered once with each communicator, before it is
+    used there, and freed after that ends; all ranks use the same buffer of it.
 
 Captures
     During a capture the host waits for nothing, streams of the capture wait for none outside, and all are joined at its end.
@@ -55,7 +56,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mfsdp_compile.runtime import compat, ops
 
-__all__ = ["Call", "Checker", "Registry", "differences"]
+__all__ = ["Call", "Checker", "differences"]
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -107,6 +108,9 @@ class Memory:
     recorded: list[Stream] = field(default_factory=list)
     safe: Task | None = None
     """What an allocation comes after, of memory that was freed."""
+    pool: Any = None
+    number: int = 0
+    """The ``torch.cuda.MemPool`` that it is in, and its place there."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,8 @@ class Checker(TorchDispatchMode):
         self._freed: dict[Stream, list[Memory]] = defaultdict(list)
         self._under_way: dict[int, list[_UnderWay]] = defaultdict(list)
         self._starts: list[tuple[str, int]] = []
+        self._registered: list[tuple[str, Any]] = []
+        """Groups, and the pools whose memory is registered with them."""
         self._patches: list[Any] = []
 
     def __enter__(self) -> Checker:
@@ -234,7 +240,7 @@ class Checker(TorchDispatchMode):
         if pinned:
             kwargs = {**kwargs, "pin_memory": False}
         outputs = func(*args, **kwargs)
-        if compat_is_view(func):
+        if _is_view(func):
             return outputs
         known = {_key(tensor) for tensor in ins}
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and _key(leaf) not in known]
@@ -250,13 +256,17 @@ class Checker(TorchDispatchMode):
             return outputs
         task: Task = HOST if is_host else current_stream()
         self._use(name, task, list(_reads(func, args, kwargs)), [*_written(func, args, kwargs), *made])
-        if func is aten._local_scalar_dense.default and task is not HOST:
+        if task is not HOST and (_reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))):
             current_stream().synchronize()
-        if func in _COPIES and any(on_host) and not is_host:
-            pinned_only = all(self._memory(t).is_pinned for t in ins if self._memory(t).is_host)
-            if not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))) or not pinned_only:
-                current_stream().synchronize()
         return outputs
+
+    def _is_asynchronous(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the host does not wait for an operator that takes memory of both."""
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        host = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.is_on_host(leaf)]
+        return all(not leaf.dim() for leaf in host) or (
+            func in _COPIES and given.get("non_blocking", False) and all(self.is_pinned(leaf) for leaf in host)
+        )
 
     def _use(self, what: str, task: Task, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         if task is not HOST:
@@ -273,13 +283,14 @@ class Checker(TorchDispatchMode):
         for old in memory.accesses:
             ordered = old.comes_before(task.clock)
             overlaps = old.start < new.end and new.start < old.end
-            if overlaps and not ordered and (old.writes or new.writes):
+            if overlaps and not ordered and (old.writes or new.writes or old.freed):
                 cause = (
                     f"missing record_stream: memory of {old.freed} was freed and is used again"
                     if old.freed
                     else "not ordered"
                 )
                 self._report(f"{cause}: memory of {memory.what}: {old}, and {new}")
+                continue
             inside = new.start <= old.start and old.end <= new.end
             if not (inside and ordered and (new.writes or (old.task == new.task and not old.writes))):
                 kept.append(old)
@@ -306,6 +317,9 @@ class Checker(TorchDispatchMode):
             pinned,
         )
         self._memories[_key(tensor)] = memory
+        if fresh and not is_host and (pool := fake_gpu.cuda.pool) is not None:
+            memory.pool, memory.number = pool, len(pool.allocated)
+            pool.allocated.append(memory)
         if fresh and not is_host:
             self._find_freed()
             before = Task("")
@@ -323,7 +337,7 @@ class Checker(TorchDispatchMode):
                     left.append(freed)
                 if memory.nbytes <= _rounded(freed.nbytes):
                     memory.accesses += [
-                        replace(access, start=0, end=memory.nbytes, writes=True, freed=access.freed or freed.what)
+                        replace(access, start=0, end=memory.nbytes, freed=freed.what)
                         for access in pending
                     ]
             self._freed[stream] = left
@@ -333,6 +347,9 @@ class Checker(TorchDispatchMode):
         for key, memory in list(self._memories.items()):
             if memory.reference.expired():
                 del self._memories[key]
+                if memory.pool is not None and any(pool is memory.pool for _, pool in self._registered):
+                    self._report(f"memory of {memory.what} was freed while it is registered")
+                memory.accesses = [access for access in memory.accesses if not access.freed]
                 if not memory.is_host and memory.accesses:
                     memory.safe = Task("")
                     for stream in memory.recorded:
@@ -365,7 +382,7 @@ class Checker(TorchDispatchMode):
         arrived = func(sent.clone(), *args[1:], **({**kwargs, "out": torch.empty_like(out)} if out is not None else kwargs))
         in_place = name.endswith("_") and not name.endswith("_out")
         result = out if out is not None else given if in_place else torch.empty_like(arrived)
-        label = f"{name} of {tuple(given.shape)} {given.dtype} {args[1:-1]}"
+        label = f"{name} of {tuple(given.shape)} {given.dtype} {args[1:-1]}{self._places(group, (given, result))}"
         for tensor in (given, result):
             if (known := self._known(tensor)) is not None and known.is_host:
                 known.is_host = False
@@ -389,6 +406,30 @@ class Checker(TorchDispatchMode):
         )
         _poison(result)
         return result
+
+    def _places(self, group: str, tensors: Sequence[Tensor]) -> str:
+        """Return the registered buffers that tensors are in: symmetric memory must be the same on all ranks."""
+        found = ""
+        for tensor in tensors:
+            memory = self._known(tensor)
+            if memory is not None and memory.pool is not None:
+                if not any(name == group and pool is memory.pool for name, pool in self._registered):
+                    self._report(f"memory of {memory.what} is used before it is registered with group {group} ({where()})")
+                found += f", buffer {memory.number}"
+        return found
+
+    def nccl_backend(self, group: str, device: Any) -> Nccl:
+        return Nccl(self, group)
+
+    def register(self, group: str, pool: Any, symmetric: bool) -> None:
+        timeline.capture.refuse("memory is registered")
+        if any(name == group and known is pool for name, known in self._registered):
+            self._report(f"a pool is registered twice with group {group} ({where()})")
+        self._registered.append((group, pool))
+        self._record(group, f"register {[memory.nbytes for memory in pool.allocated]} {symmetric}", HOST)
+
+    def deregister(self, group: str, pool: Any) -> None:
+        self._registered = [each for each in self._registered if each[0] != group or each[1] is not pool]
 
     def _wait(self, tensor: Tensor) -> Tensor:
         started = self._under_way.pop(_key(tensor), None)
@@ -435,6 +476,21 @@ class Checker(TorchDispatchMode):
             return plain(tensor, *args, **kwargs)
 
         return read
+
+
+class Nccl:
+    """Stands for ``ProcessGroupNCCL``: what registers memory with one communicator."""
+
+    mem_allocator = None
+
+    def __init__(self, checker: Checker, group: str) -> None:
+        self._checker, self._group = checker, group
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        self._checker.register(self._group, pool, symm)
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        self._checker.deregister(self._group, pool)
 
 
 def differences(everyones: Sequence[tuple[Sequence[Call], Sequence[tuple[str, tuple[int, ...]]]]]) -> Iterator[str]:
@@ -490,7 +546,17 @@ def _places(calls: Iterable[Call], groups: set[str]) -> dict[tuple[str, int], in
     return found
 
 
-def compat_is_view(func: Any) -> bool:
+def _reads_values(func: Any) -> bool:
+    return (
+        func is aten.equal.default
+        or torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+def _is_view(func: Any) -> bool:
+    if func._opname == "set_":
+        return True
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing as mp
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS)]
@@ -25,17 +27,28 @@ import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed as dist
+from stream_mutants import MUTANTS, applied
 from streams import Checker, differences
-from streams_rows import ROWS, train
+from streams_rows import ROWS
+
+from mfsdp_compile.runtime import compat
 
 
 def run(asked: str) -> tuple[list[str], list[str], dict[str, int]]:
     """Run a row. Return digests, violations, and what was counted."""
-    name, mode = asked.split(":")
+    name, mode, *mutants = asked.split(":")
     torch.manual_seed(0)
-    with Checker() as checker:
-        digests = train(ROWS[name], mode)
-    checker.finish()
+    with contextlib.ExitStack() as stack:
+        for each in mutants:
+            if MUTANTS[each].rank in (None, dist.get_rank()):
+                stack.enter_context(applied(MUTANTS[each]))
+        checker = stack.enter_context(Checker())
+        if ROWS[name].registers:
+            stack.enter_context(mock.patch.object(compat, "nccl_backend", checker.nccl_backend))
+        digests = ROWS[name].run(mode)
+        if not mutants:
+            gc.collect()
+        checker.finish()
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (checker.calls, checker.groups))
     torch.compiler.reset()
@@ -45,7 +58,7 @@ def run(asked: str) -> tuple[list[str], list[str], dict[str, int]]:
 
 def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=20)
     store = None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -56,6 +69,7 @@ def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     found = {}
     for each in asked:
+        print(f"rank {rank}: {each}", file=sys.stderr, flush=True)
         try:
             found[each] = run(each)
         except BaseException:

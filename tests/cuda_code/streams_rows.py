@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_optimizer
+from mfsdp_compile.checkpoint import full_optimizer_state_dict, full_state_dict, saving
 
 EAGER, AOT_EAGER = parity.EAGER, parity.AOT_EAGER
 STEPS = 3
@@ -40,7 +41,34 @@ class Row:
     microbatches: int = 1
     modes: tuple[str, ...] = (EAGER, AOT_EAGER)
     captures: bool = False
+    registers: bool = False
+    then: Callable[[Any, Any], list[Tensor]] | None = None
     is_long: bool = False
+
+    def run(self, mode: str) -> list[str]:
+        return train(self, mode)
+
+
+def state_dicts(model: Any, optimizer: Any) -> list[Tensor]:
+    """What :class:`.HostCopies` makes: whole tensors on rank 0."""
+    state = full_optimizer_state_dict(optimizer)
+    return [*full_state_dict(model).values(), *(held["momentum_buffer"] for held in state.get("state", {}).values())]
+
+
+def staged(model: Any, optimizer: Any) -> list[Tensor]:
+    """What a checkpoint writes."""
+    with saving._host_copies() as copied:
+        state = saving._staged(model.state_dict(), copied)
+    return [value.to_local() for value in state.values()]
+
+
+def written(model: Any, optimizer: Any) -> list[Tensor]:
+    """Write to parameters while forward has copies of them under way."""
+    with torch.no_grad():
+        loss = model(torch.ones(6, 8))
+        for param in model.parameters():
+            param.mul_(0.5)
+    return [loss]
 
 
 ROWS = {
@@ -53,12 +81,18 @@ ROWS = {
     "accumulation": Row({"sync_model_each_microbatch": False, "zero_dp_strategy": 1}, microbatches=2),
     "offload": Row({"offload_policy": CPUOffloadPolicy()}),
     "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, microbatches=2),
+    "offload, written": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=written),
     "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, is_long=True),
     "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}),
     "activation offload": Row(
         compiling={"activation_offload": True, "activation_offload_least": 1}, modes=(AOT_EAGER,)
     ),
-    "nccl_ub": Row({"nccl_ub": True}),
+    "nccl_ub": Row({"nccl_ub": True}, registers=True),
+    "fp8": Row(precision=MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_dtype=torch.bfloat16)),
+    "state dict": Row(modes=(EAGER,), then=state_dicts),
+    "state dict, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=state_dicts),
+    "staged": Row(modes=(EAGER,), then=staged),
+    "staged, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=staged),
     "captured": Row({"cuda_graph_mode": True}, captures=True, modes=(EAGER, AOT_EAGER)),
     "hsdp": Row(ranks=4, mesh=(2, 2)),
     "hfsdp": Row({"outer_dp_sharding_strategy": 1}, ranks=4, mesh=(2, 2)),
@@ -83,7 +117,7 @@ def train(row: Row, mode: str) -> list[str]:
         }
     compiling = {} if mode == EAGER else row.compiling
     model, call = parity.shard(parity.build(zoo.Plain), mode, sharding=sharding, precision=row.precision, **compiling)
-    optimizer = sgd(model.parameters())
+    optimizer = fully_shard_optimizer(sgd(model.parameters()))
     model.set_model_auto_sync(row.microbatches == 1 or sharding.get("sync_model_each_microbatch", True))
 
     def step(x: Tensor, last: bool) -> Tensor:
@@ -103,6 +137,9 @@ def train(row: Row, mode: str) -> list[str]:
         for micro in range(row.microbatches):
             loss = run(batch.chunk(row.microbatches)[micro], micro == row.microbatches - 1)
             losses.append(loss.detach().clone())
+    if row.then is not None:
+        losses += row.then(model, optimizer)
+        losses.append(step(torch.ones(6, 8), True).detach())
     return [digest(tensor) for tensor in (*losses, *(param.to_local().detach() for param in model.parameters()))]
 
 

@@ -10,7 +10,7 @@ GPU, and everything computed is computed on the CPU.
     pin_memory=...              -> pin_memory=_fake_gpu.pins(...)
     x.record_stream(...)        -> _fake_gpu.record_stream(x, ...)
     x.device == device          -> _fake_gpu.is_on(x, device)
-    x.device.type == "cuda"     -> _fake_gpu.is_on_gpu(x)
+    x.device.type == "cuda"     -> _fake_gpu.is_on_gpu(x), and the opposite for "cpu", where x may be in either memory
     x.is_pinned()               -> _fake_gpu.is_pinned(x)
 
 Streams and events order what they would (``timeline.py``). Which memory is the host's is known only while something
@@ -47,6 +47,10 @@ PLAIN = {
 
 WORDS = (
     (re.compile(r"\b([a-z]\w*)\.device\.type (==|!=) ([\"'])cuda\3"), r"(_fake_gpu.is_on_gpu(\1) \2 True)"),
+    (
+        re.compile(r"\b(memory|value|state\.full)\.device\.type (==|!=) ([\"'])cpu\3"),
+        r"(_fake_gpu.is_on_gpu(\1) \2 False)",
+    ),
     (re.compile(r"\b(\w+)\.device == device\b"), r"_fake_gpu.is_on(\1, device)"),
     (re.compile(r"\b(\w+)\.is_pinned\(\)"), r"_fake_gpu.is_pinned(\1)"),
     (re.compile(r"([\"'])cuda\1"), '"cpu"'),
@@ -185,12 +189,25 @@ class _CudaGraph:
 def _capture(graph: _CudaGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
     from graph_recorder import Recorder
 
-    with timeline.as_current(stream), Recorder().capture() as graph.recording:
-        timeline.capture.add(stream)
-        try:
-            yield
-        finally:
-            timeline.capture.end(stream)
+    timeline.synchronize()
+    with timeline.as_current(stream), timeline.capture.of(stream), Recorder().capture() as graph.recording:
+        yield
+
+
+class _MemPool:
+    """Memory that is allocated while the pool is in use."""
+
+    def __init__(self, allocator: Any = None) -> None:
+        self.allocated: list[Any] = []
+
+
+@contextlib.contextmanager
+def _use_mem_pool(pool: _MemPool) -> Any:
+    cuda.pool = pool
+    try:
+        yield
+    finally:
+        cuda.pool = None
 
 
 class cuda:
@@ -199,7 +216,14 @@ class cuda:
     Event, Stream, stream, device = timeline.Event, timeline.Stream, timeline.as_current, _Nothing
     current_stream, synchronize = staticmethod(timeline.current_stream), staticmethod(timeline.synchronize)
     CUDAGraph, graph = _CudaGraph, staticmethod(_capture)
+    MemPool, use_mem_pool = _MemPool, staticmethod(_use_mem_pool)
+    pool: _MemPool | None = None
     _current = 0
+
+    class nccl:
+        @staticmethod
+        def version() -> tuple[int, int, int]:
+            return 2, 28, 9
 
     @staticmethod
     def is_available() -> bool:

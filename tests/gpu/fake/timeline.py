@@ -10,12 +10,14 @@ A capture is what ``torch.cuda.graph`` surrounds. Streams take part in it once t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
 import time
 from collections import defaultdict
-from types import TracebackType
+from collections.abc import Iterator
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["HOST", "Event", "Stream", "Task", "capture", "current_stream", "synchronize", "tasks"]
@@ -70,16 +72,26 @@ class _Capture:
         if self.streams:
             self.errors.append(f"{what} during a capture, {where()}")
 
+    @contextlib.contextmanager
+    def of(self, origin: Stream) -> Iterator[None]:
+        """Context of the capture that begins on a stream."""
+        self.add(origin)
+        try:
+            yield
+        finally:
+            self._end(origin)
+
     def add(self, stream: Stream) -> None:
         if stream not in self.streams:
             self.streams.add(stream)
             self.begun[stream] = stream.clock[stream.name]
 
-    def end(self, origin: Stream) -> None:
-        """End the capture that began on a stream: all others must have been joined to it."""
+    def _end(self, origin: Stream) -> None:
         for stream in self.streams - {origin}:
             if origin.clock[stream.name] < stream.clock[stream.name]:
                 self.errors.append(f"the capture ends, and its stream {origin} does not wait for {stream}, {where()}")
+        for stream in self.streams:  # what was captured does not run
+            HOST.follow(stream.clock)
         self.streams.clear()
         self.begun.clear()
 
@@ -180,21 +192,25 @@ def stream_of(group: str) -> Stream:
 
 
 LINES: tuple[str, ...] = ()
-"""Folders of the lines that :func:`where` looks for first."""
+"""Folders of the lines that :func:`where` looks for first, in one folder, which comes last."""
 
 
 def where() -> str:
     """Return the innermost line of the package that runs, or of the program."""
-    lines = []
-    frame = sys._getframe(1)
+    innermost = ""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(LINES):
-            return f"{file.removeprefix(LINES[-1])}:{frame.f_lineno} ({frame.f_code.co_name})"
-        if "/torch/" not in file and file != __file__ and not file.startswith("<"):
-            lines.append(f"{file.rpartition('/')[2]}:{frame.f_lineno} ({frame.f_code.co_name})")
+        line = f"{file.removeprefix(LINES[-1] if LINES else '')}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if file.startswith(LINES[:-1]) and not file.startswith(_HERE):
+            return line
+        if not innermost and not any(each in file for each in ("/torch/", "cuda_code/streams.py", _HERE, "<")):
+            innermost = line
         frame = frame.f_back
-    return lines[-1] if lines else "an unknown line"
+    return innermost
+
+
+_HERE = __file__.rpartition("/")[0]
 
 
 _default = Stream(name="the default stream")
