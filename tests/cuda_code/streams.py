@@ -240,25 +240,29 @@ class Checker(TorchDispatchMode):
         if pinned:
             kwargs = {**kwargs, "pin_memory": False}
         outputs = func(*args, **kwargs)
+        if func is aten.lift_fresh.default and self._known(outputs) is None:  # torch.tensor
+            self._allocate(outputs, "tensor", True, False)
         if _is_view(func):
             return outputs
         known = {_key(tensor) for tensor in ins}
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and _key(leaf) not in known]
         on_host = [self._memory(tensor).is_host for tensor in ins if tensor.numel()]
-        is_host = pinned or func is aten.lift_fresh.default or (bool(on_host) and all(on_host))
+        is_host = pinned or (bool(on_host) and all(on_host))
         name = str(func).removeprefix("aten.").removesuffix(".default")
         for tensor in made:
             self._allocate(tensor, name, is_host, pinned)
-        if func is aten.lift_fresh.default:
-            self._memory(outputs).is_host = True
-            return outputs
         if func in _EMPTY:
             return outputs
         task: Task = HOST if is_host else current_stream()
         self._use(name, task, list(_reads(func, args, kwargs)), [*_written(func, args, kwargs), *made])
         if task is not HOST and (_reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))):
-            current_stream().synchronize()
+            self._block(name)
         return outputs
+
+    def _block(self, name: str) -> None:
+        """Let the host wait for the current stream."""
+        self.counts[f"{name}: {where()}"] += 1
+        current_stream().synchronize()
 
     def _is_asynchronous(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the host does not wait for an operator that takes memory of both."""
@@ -375,6 +379,11 @@ class Checker(TorchDispatchMode):
         ins = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         assert len(ins) == 1, f"{func} of several tensors"
         given: Tensor = ins[0]
+        if self.is_on_host(given) and where().endswith("(all_reduce_on_host)"):  # by a backend for the CPU
+            result = func(*args, **kwargs)
+            self._allocate(result, name, True, False)
+            self._use(name, HOST, [given], [result])
+            return result
         stream = stream_of(group)
         timeline.stream_of(group).wait_stream(current_stream())
         sent = given.detach().clone()
@@ -472,7 +481,7 @@ class Checker(TorchDispatchMode):
                 is_host = self.is_on_host(tensor)
                 self._use(name, HOST if is_host else current_stream(), [tensor], [])
                 if not is_host:
-                    current_stream().synchronize()
+                    self._block(name)
             return plain(tensor, *args, **kwargs)
 
         return read
