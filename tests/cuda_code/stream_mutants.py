@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fake_gpu
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,14 @@ MUTANTS = {
         "rank 1 starts reduce_scatter_tensor",
         rank=1,
     ),
+    "communicators start in another order on one rank": Mutant(
+        ENGINE,
+        "        return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes\n",
+        "        return False\n",
+        "nccl_ub:eager",
+        "start them in another order",
+        rank=1,
+    ),
     "warm-up of a capture does not wait": Mutant(
         "runtime/capture/devices.py", "        self._stream.wait_stream(current)\n", "", "captured:eager", "not ordered"
     ),
@@ -160,8 +168,10 @@ MUTANTS = {
 @contextlib.contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
     """Context in which the functions that a mutant changes are those of the changed source, wherever they are held."""
+    import fake_gpu
+
     module = importlib.import_module(f"mfsdp_compile.{_import_name(mutant.file)}")
-    path = fake_gpu.ROOT / mutant.file
+    path = ROOT / mutant.file
     plain = path.read_text(encoding="utf-8")
     assert plain.count(mutant.old) == 1, f"{mutant.file} has {plain.count(mutant.old)} of {mutant.old!r}"
     changed = _changed(ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(plain.replace(mutant.old, mutant.new))))

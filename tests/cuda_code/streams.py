@@ -20,7 +20,7 @@ Allocator
 Collectives
     They run on a stream of their group, after the current stream, on a copy of their input. The result is NaN, and input
     and result are in use and referred to, until the collective is awaited, for which the current stream waits and the host
-    does not. NCCL's rules are checked on what was recorded (:func:`differences`): the same collectives on all ranks of a
+    does not. A gather leaves the part of its result alone that it sends. NCCL's rules are checked on what was recorded (:func:`differences`): the same collectives on all ranks of a
     communicator; communicators created in one order; and communicators that share ranks, and whose collectives no stream
     orders, started in one order. Memory of a pool is registered once with each communicator, before it is
     used there, and freed after that ends; all ranks use the same buffer of it.
@@ -256,13 +256,8 @@ class Checker(TorchDispatchMode):
         task: Task = HOST if is_host else current_stream()
         self._use(name, task, list(_reads(func, args, kwargs)), [*_written(func, args, kwargs), *made])
         if task is not HOST and (_reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))):
-            self._block(name)
+            current_stream().synchronize()
         return outputs
-
-    def _block(self, name: str) -> None:
-        """Let the host wait for the current stream."""
-        self.counts[f"{name}: {where()}"] += 1
-        current_stream().synchronize()
 
     def _is_asynchronous(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the host does not wait for an operator that takes memory of both."""
@@ -397,10 +392,10 @@ class Checker(TorchDispatchMode):
                 known.is_host = False
         if out is None and not in_place:
             self._allocate(result, name, False, False)
-        self._use(name, stream, [given], [result])
+        parts = _apart(result, given)
+        self._use(name, stream, [given], parts)
         self._record(group, label, stream)
         self.counts["collectives"] += 1
-        overlaps = _key(result) == _key(given)
         self._under_way[_key(result)].append(
             _UnderWay(
                 name,
@@ -409,11 +404,12 @@ class Checker(TorchDispatchMode):
                 dict(stream.clock),
                 result.detach(),
                 arrived,
-                None if overlaps else given.detach(),
+                None if in_place else given.detach(),
                 sent,
             )
         )
-        _poison(result)
+        for part in parts:
+            _poison(part)
         return result
 
     def _places(self, group: str, tensors: Sequence[Tensor]) -> str:
@@ -448,7 +444,8 @@ class Checker(TorchDispatchMode):
             arrived = torch.ops._c10d_functional.wait_tensor(each.arrived)
             if each.given is not None and not _same(each.given, each.sent):
                 self._report(f"what {each.what} sends was overwritten before it was awaited ({each.where}, {where()})")
-            each.result.copy_(arrived)
+            for part, values in zip(_apart(each.result, each.given), _apart(arrived, each.given, each.result), strict=True):
+                part.copy_(values)
             stream, before = current_stream(), Task("")
             before.follow(each.clock)
             if timeline.capture.streams and timeline.stream_of(each.group) not in timeline.capture.streams:
@@ -481,7 +478,7 @@ class Checker(TorchDispatchMode):
                 is_host = self.is_on_host(tensor)
                 self._use(name, HOST if is_host else current_stream(), [tensor], [])
                 if not is_host:
-                    self._block(name)
+                    current_stream().synchronize()
             return plain(tensor, *args, **kwargs)
 
         return read
@@ -605,6 +602,20 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     start = tensor.storage_offset()
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+
+
+def _apart(result: Tensor, given: Tensor | None, like: Tensor | None = None) -> list[Tensor]:
+    """Return the parts of a collective's result that it writes: not those that it sends from there.
+
+    Args:
+        like: The tensor whose parts are asked for, if it is not ``result`` itself.
+    """
+    like = result if like is None else like
+    if given is None or _key(like) != _key(given) or like.numel() == given.numel():
+        return [result]
+    start = given.storage_offset() - like.storage_offset()
+    flat = result.detach().view(-1)
+    return [part for part in (flat[:start], flat[start + given.numel() :]) if part.numel()]
 
 
 def _rounded(nbytes: int) -> int:

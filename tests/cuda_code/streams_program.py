@@ -23,19 +23,20 @@ sys.path[:0] = [str(TESTS)]
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import timeline
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed as dist
 from stream_mutants import MUTANTS, applied
 from streams import Checker, differences
-from streams_rows import ROWS
+from streams_rows import ROWS, train
 
 from mfsdp_compile.runtime import compat
 
 
-def run(asked: str) -> tuple[list[str], list[str], dict[str, int]]:
-    """Run a row. Return digests, violations, and what was counted."""
+def run(asked: str) -> tuple[list[str], list[str], dict[str, int], list[str]]:
+    """Run a row. Return digests, violations, what was counted, and where the package has waited after the first step."""
     name, mode, *mutants = asked.split(":")
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
@@ -45,15 +46,14 @@ def run(asked: str) -> tuple[list[str], list[str], dict[str, int]]:
         checker = stack.enter_context(Checker())
         if ROWS[name].registers:
             stack.enter_context(mock.patch.object(compat, "nccl_backend", checker.nccl_backend))
-        digests = ROWS[name].run(mode)
-        if not mutants:
-            gc.collect()
+        digests = train(ROWS[name], mode, timeline.waits.clear)
         checker.finish()
+    waited = [line for line in timeline.waits if not line.startswith("tests/")]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (checker.calls, checker.groups))
     torch.compiler.reset()
     gc.collect()
-    return digests, [*checker.violations, *differences(everyones)], dict(checker.counts)
+    return digests, [*checker.violations, *differences(everyones)], dict(checker.counts), waited
 
 
 def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> None:
@@ -73,13 +73,15 @@ def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> Non
         try:
             found[each] = run(each)
         except BaseException:
-            found[each] = ([], [traceback.format_exc()], {})
+            found[each] = ([], [traceback.format_exc()], {}, [])
             break
     connection.send(found)
 
 
 def main() -> None:
     ranks, asked = int(sys.argv[1]), sys.argv[2:]
+    gc.collect()
+    gc.freeze()  # else each collection scans a million objects of modules
     context = mp.get_context("fork")
     workers = []
     for rank in range(ranks):

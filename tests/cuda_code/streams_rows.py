@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import builtins
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import parity
 import torch
 import torch.distributed as dist
 import zoo
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_optimizer
-from mfsdp_compile.checkpoint import full_optimizer_state_dict, full_state_dict, saving
+from mfsdp_compile.checkpoint import full_optimizer_state_dict, full_state_dict, host_copies, saving
 
 EAGER, AOT_EAGER = parity.EAGER, parity.AOT_EAGER
 STEPS = 2
@@ -45,14 +46,23 @@ class Row:
     then: Callable[[Any, Any], list[Tensor]] | None = None
     is_long: bool = False
 
-    def run(self, mode: str) -> list[str]:
-        return train(self, mode)
 
 
 def state_dicts(model: Any, optimizer: Any) -> list[Tensor]:
     """What :class:`.HostCopies` makes: whole tensors on rank 0."""
     state = full_optimizer_state_dict(optimizer)
     return [*full_state_dict(model).values(), *(held["momentum_buffer"] for held in state.get("state", {}).values())]
+
+
+def batches(model: Any, optimizer: Any) -> list[Tensor]:
+    """Copies to the host in batches of 32 bytes: it waits once for each, while the GPU copies the next."""
+    copies, given = host_copies.HostCopies[int](), [torch.full((4,), float(i)) for i in range(5)]
+    with mock.patch.object(host_copies, "BATCH_BYTES", 32):
+        found = [copies.add(i, values) for i, values in enumerate(given)]
+        found.append(copies.rest())
+    if is_fake():
+        assert [[i for i, _ in done] for done in found] == [[], [], [], [0, 1], [], [2, 3, 4]]
+    return [copy for done in found for _, copy in done]
 
 
 def staged(model: Any, optimizer: Any) -> list[Tensor]:
@@ -71,6 +81,31 @@ def written(model: Any, optimizer: Any) -> list[Tensor]:
     return [loss]
 
 
+def loaded(model: Any, optimizer: Any) -> list[Tensor]:
+    """Load values while forward has copies of the old ones under way."""
+    state = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        loss = model(torch.ones(6, 8))
+    model.load_state_dict(state)
+    return [loss]
+
+
+def clipped(model: Any, optimizer: Any) -> list[Tensor]:
+    """Look at gradients, change them and step, between a backward and the next."""
+    model(torch.ones(6, 8)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False).full_tensor()
+    grads = [param.grad.to_local().clone() for param in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [norm, *grads]
+
+
+def asked(model: Any, optimizer: Any) -> list[Tensor]:
+    """Gradients that autograd returns."""
+    found = torch.autograd.grad(model(torch.ones(6, 8)), list(model.parameters()))
+    return [gradient.to_local().clone() for gradient in found]
+
+
 ROWS = {
     "full": Row(),
     "no_shard": Row({"zero_dp_strategy": 0}, is_long=True),
@@ -79,21 +114,28 @@ ROWS = {
     "double_buffer": Row({"fsdp_double_buffer": True}),
     "largest_buffer": Row({"maxpool_double_buffer": True}, is_long=True),
     "accumulation": Row({"sync_model_each_microbatch": False, "zero_dp_strategy": 1}, microbatches=2),
-    "offload": Row({"offload_policy": CPUOffloadPolicy()}),
-    "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, microbatches=2),
-    "offload, written": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=written),
-    "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, is_long=True),
-    "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}),
+    "offload": Row({"offload_policy": CPUOffloadPolicy()}, waits=True),
+    "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, microbatches=2),
+    "offload, written": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=written),
+    "offload, loaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=loaded),
+    "offload, clipped": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=clipped),
+    "offload, asked": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=asked),
+    "optimizer offload, loaded": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), then=loaded),
+    "optimizer offload, clipped": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), then=clipped),
+    "optim, loaded": Row({"zero_dp_strategy": 1}, modes=(EAGER,), then=loaded),
+    "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, waits=True, is_long=True),
+    "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True),
     "activation offload": Row(
         compiling={"activation_offload": True, "activation_offload_least": 1}, modes=(AOT_EAGER,)
     ),
     "nccl_ub": Row({"nccl_ub": True}, registers=True),
     "fp8": Row(precision=MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_dtype=torch.bfloat16)),
     "state dict": Row(modes=(EAGER,), then=state_dicts),
-    "state dict, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=state_dicts),
+    "state dict, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=state_dicts),
+    "batches": Row(modes=(EAGER,), then=batches),
     "staged": Row(modes=(EAGER,), then=staged),
-    "staged, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, modes=(EAGER,), then=staged),
-    "captured": Row({"cuda_graph_mode": True}, captures=True, modes=(EAGER, AOT_EAGER)),
+    "staged, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=staged),
+    "captured": Row({"cuda_graph_mode": True}, captures=True, waits=True, modes=(EAGER, AOT_EAGER)),
     "hsdp": Row(ranks=4, mesh=(2, 2)),
     "hfsdp": Row({"outer_dp_sharding_strategy": 1}, ranks=4, mesh=(2, 2)),
     "portions": Row({"reshard_after_forward": 2}, ranks=4),
@@ -104,7 +146,12 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False)
 
 
-def train(row: Row, mode: str) -> list[str]:
+def plain(names: list[str]) -> dict[str, list[str]]:
+    """Run rows as they are, in the eager path."""
+    return {name: train(ROWS[name], EAGER) for name in names}
+
+
+def train(row: Row, mode: str, after_first_step: Callable[[], object] = lambda: None) -> list[str]:
     """Train, and return digests of losses and of this rank's shards."""
     sharding = {"device": "cpu", **row.sharding}
     if row.mesh is not None:
@@ -133,10 +180,12 @@ def train(row: Row, mode: str) -> list[str]:
     if row.captures:
         run = capturing(call, step)
     losses = []
-    for batch in parity.batches(steps=STEPS + 2 * row.captures)[:, dist.get_rank()]:
+    for number, batch in enumerate(parity.batches(steps=STEPS + 2 * row.captures)[:, dist.get_rank()]):
         for micro in range(row.microbatches):
             loss = run(batch.chunk(row.microbatches)[micro], micro == row.microbatches - 1)
             losses.append(loss.detach().clone())
+        if number == 0:
+            after_first_step()
     after = []
     if row.then is not None:
         after = [digest(tensor) for tensor in row.then(model, optimizer)]
@@ -145,11 +194,13 @@ def train(row: Row, mode: str) -> list[str]:
     return [*after, *(digest(tensor) for tensor in (*losses, *shards))]
 
 
+def is_fake() -> bool:
+    return hasattr(builtins, "_fake_gpu")
+
+
 def capturing(call: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step as a captured one, on fake GPUs."""
-    import builtins
-
-    if not hasattr(builtins, "_fake_gpu"):
+    if not is_fake():
         return step
     from mfsdp_compile import capture_step
 

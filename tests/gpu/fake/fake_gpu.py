@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -187,8 +188,12 @@ class _CudaGraph:
 
 @contextlib.contextmanager
 def _capture(graph: _CudaGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
+    import torch
     from graph_recorder import Recorder
 
+    given = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
+    inspect.signature(torch.cuda.graph.__init__).bind(None, graph, **given)
+    assert given == {"pool": cuda.graph_pool_handle(), "stream": stream, "capture_error_mode": "thread_local"}
     timeline.synchronize()
     with timeline.as_current(stream), timeline.capture.of(stream), Recorder().capture() as graph.recording:
         yield

@@ -15,12 +15,12 @@ import itertools
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["HOST", "Event", "Stream", "Task", "capture", "current_stream", "synchronize", "tasks"]
+__all__ = ["HOST", "Event", "Stream", "Task", "as_current", "capture", "current_stream", "stream_of", "synchronize", "waits", "where"]
 
 
 class Task:
@@ -125,8 +125,7 @@ class Stream(Task):
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        capture.refuse(f"the host waits for {self}")
-        HOST.follow(self.clock)
+        _wait(self.clock, str(self))
 
     def __enter__(self) -> Stream:
         raise TypeError("torch.cuda.stream(stream) makes a stream the current one")
@@ -152,8 +151,7 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.clock is not None, "the event was not recorded"
-        capture.refuse("the host waits for an event")
-        HOST.follow(self.clock)
+        _wait(self.clock, "an event")
 
     def elapsed_time(self, end: Event) -> float:
         assert self.at is not None
@@ -179,9 +177,20 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def synchronize(device: Any = None) -> None:
-    capture.refuse("the host waits for the GPU")
+    everything = Task("everything")
     for task in tasks.values():
-        HOST.follow(task.clock)
+        everything.follow(task.clock)
+    _wait(everything.clock, "the GPU")
+
+
+def _wait(clock: dict[str, int], what: str) -> None:
+    capture.refuse(f"the host waits for {what}")
+    waits[where()] += 1
+    HOST.follow(clock)
+
+
+waits: Counter[str] = Counter()
+"""How often the host has waited, by line."""
 
 
 def stream_of(group: str) -> Stream:
