@@ -37,7 +37,7 @@ the last byte of a tensor.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +56,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mfsdp_compile.runtime import compat, ops
 
-__all__ = ["Call", "Checker", "differences"]
+__all__ = ["Call", "Checker", "checked", "differences"]
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -144,7 +144,7 @@ class _UnderWay:
 
 
 class Checker(TorchDispatchMode):
-    """Context in which accesses to memory are checked."""
+    """What sees accesses to memory. Made by :func:`checked`."""
 
     supports_higher_order_operators = True
 
@@ -166,34 +166,14 @@ class Checker(TorchDispatchMode):
         self._starts: list[tuple[str, int]] = []
         self._registered: list[tuple[str, Any]] = []
         """Groups, and the pools whose memory is registered with them."""
-        self._patches: list[Any] = []
 
-    def __enter__(self) -> Checker:
-        fake_gpu.memory = self
-        timeline.LINES = (*fake_gpu.READ, f"{fake_gpu.ROOT}/")
-        timeline.capture.errors.clear()
-        for name in ("tolist", "numpy"):
-            self._patches.append(mock.patch.object(Tensor, name, self._reading(getattr(Tensor, name), name)))
-        for patch in self._patches:
-            patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for patch in self._patches:
-            patch.stop()
-        self._patches.clear()
-        fake_gpu.memory = None
-        for error_of_capture in timeline.capture.errors:
-            self._report(error_of_capture)
-
-    def finish(self) -> None:
-        """Check what is left when a program has ended."""
+    def _finish(self) -> None:
         for started in self._under_way.values():
             for each in started:
                 self._report(f"{each.what} of group {each.group} was never awaited ({each.where})")
         self._under_way.clear()
+        for error in timeline.capture.errors:
+            self._report(error)
 
     def _report(self, what: str) -> None:
         if what not in self.violations:
@@ -472,7 +452,7 @@ class Checker(TorchDispatchMode):
 
     # -- reads of the host --------------------------------------------------------------------------------------------
 
-    def _reading(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def reading(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if type(tensor) is Tensor and not compat.is_fake(tensor) and tensor.numel():
                 is_host = self.is_on_host(tensor)
@@ -482,6 +462,22 @@ class Checker(TorchDispatchMode):
             return plain(tensor, *args, **kwargs)
 
         return read
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[Checker]:
+    """Context in which accesses to memory are checked, to its end, when all collectives have been awaited."""
+    checker = Checker()
+    timeline.LINES = (*fake_gpu.READ, f"{fake_gpu.ROOT}/")
+    timeline.capture.errors.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fake_gpu, "memory", checker))
+        for name in ("tolist", "numpy"):
+            reading = checker.reading(getattr(Tensor, name), name)
+            stack.enter_context(mock.patch.object(Tensor, name, reading))
+        with checker:
+            yield checker
+    checker._finish()
 
 
 class Nccl:

@@ -29,7 +29,7 @@ import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed as dist
 from stream_mutants import MUTANTS, applied
-from streams import Checker, differences
+from streams import checked, differences
 from streams_rows import ROWS, train
 
 from mfsdp_compile.runtime import compat
@@ -43,11 +43,10 @@ def run(asked: str) -> tuple[list[str], list[str], dict[str, int], list[str]]:
         for each in mutants:
             if MUTANTS[each].rank in (None, dist.get_rank()):
                 stack.enter_context(applied(MUTANTS[each]))
-        checker = stack.enter_context(Checker())
+        checker = stack.enter_context(checked())
         if ROWS[name].registers:
             stack.enter_context(mock.patch.object(compat, "nccl_backend", checker.nccl_backend))
         digests = train(ROWS[name], mode, timeline.waits.clear)
-        checker.finish()
     waited = [line for line in timeline.waits if not line.startswith("tests/")]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (checker.calls, checker.groups))
