@@ -127,14 +127,6 @@ MUTANTS = {
         "rank 1 starts reduce_scatter_tensor",
         rank=1,
     ),
-    "communicators start in another order on one rank": Mutant(
-        ENGINE,
-        "        return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes\n",
-        "        return False\n",
-        "nccl_ub:eager",
-        "start them in another order",
-        rank=1,
-    ),
     "warm-up of a capture does not wait": Mutant(
         "runtime/capture/devices.py", "        self._stream.wait_stream(current)\n", "", "captured:eager", "not ordered"
     ),
@@ -174,7 +166,9 @@ def applied(mutant: Mutant) -> Iterator[None]:
     path = ROOT / mutant.file
     plain = path.read_text(encoding="utf-8")
     assert plain.count(mutant.old) == 1, f"{mutant.file} has {plain.count(mutant.old)} of {mutant.old!r}"
-    changed = _changed(ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(plain.replace(mutant.old, mutant.new))))
+    changed = _changed(
+        ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(plain.replace(mutant.old, mutant.new)))
+    )
     assert changed, "the mutant changes no function"
     with contextlib.ExitStack() as stack:
         for owner, function in changed:

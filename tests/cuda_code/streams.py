@@ -20,10 +20,9 @@ Allocator
 Collectives
     They run on a stream of their group, after the current stream, on a copy of their input. The result is NaN, and input
     and result are in use and referred to, until the collective is awaited, for which the current stream waits and the host
-    does not. A gather leaves the part of its result alone that it sends. NCCL's rules are checked on what was recorded (:func:`differences`): the same collectives on all ranks of a
-    communicator; communicators created in one order; and communicators that share ranks, and whose collectives no stream
-    orders, started in one order. Memory of a pool is registered once with each communicator, before it is
-    used there, and freed after that ends; all ranks use the same buffer of it.
+    does not. A gather leaves the part of its result alone that it sends. NCCL's rules are checked on what all ranks have
+    started (``nccl_rules.py``). Memory of a pool is registered once with each communicator, before it is used there, and
+    freed after that ends; all ranks use the same buffer of it.
 
 Captures
     During a capture the host waits for nothing, streams of the capture wait for none outside, and all are joined at its end.
@@ -39,7 +38,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -48,15 +47,16 @@ import fake_gpu
 import timeline
 import torch
 import torch.distributed as dist
+from nccl_rules import Call
 from timeline import HOST, Stream, Task, current_stream, stream_of, where
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime import compat, ops
 
-__all__ = ["Call", "Checker", "checked", "differences"]
+__all__ = ["Checker", "checked"]
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -111,24 +111,6 @@ class Memory:
     pool: Any = None
     number: int = 0
     """The ``torch.cuda.MemPool`` that it is in, and its place there."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective, as other ranks must see it too.
-
-    Args:
-        group: Name of the group.
-        ranks: Its ranks.
-        what: Kind, sizes, dtype and operation.
-        beside: Collectives of other groups that no stream orders before it, by place among the calls of this rank.
-    """
-
-    group: str
-    ranks: tuple[int, ...]
-    what: str
-    beside: tuple[int, ...]
-    where: str
 
 
 @dataclass(eq=False)
@@ -235,7 +217,9 @@ class Checker(TorchDispatchMode):
             return outputs
         task: Task = HOST if is_host else current_stream()
         self._use(name, task, list(_reads(func, args, kwargs)), [*_written(func, args, kwargs), *made])
-        if task is not HOST and (_reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))):
+        if task is not HOST and (
+            _reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))
+        ):
             current_stream().synchronize()
         return outputs
 
@@ -282,7 +266,9 @@ class Checker(TorchDispatchMode):
 
     def _memory(self, tensor: Tensor) -> Memory:
         found = self._known(tensor)
-        return found if found is not None else self._allocate(tensor, "something from before", False, False, fresh=False)
+        return (
+            found if found is not None else self._allocate(tensor, "something from before", False, False, fresh=False)
+        )
 
     def _allocate(self, tensor: Tensor, what: str, is_host: bool, pinned: bool, fresh: bool = True) -> Memory:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -316,8 +302,7 @@ class Checker(TorchDispatchMode):
                     left.append(freed)
                 if memory.nbytes <= _rounded(freed.nbytes):
                     memory.accesses += [
-                        replace(access, start=0, end=memory.nbytes, freed=freed.what)
-                        for access in pending
+                        replace(access, start=0, end=memory.nbytes, freed=freed.what) for access in pending
                     ]
             self._freed[stream] = left
         return memory
@@ -363,7 +348,9 @@ class Checker(TorchDispatchMode):
         timeline.stream_of(group).wait_stream(current_stream())
         sent = given.detach().clone()
         out = kwargs.get("out")
-        arrived = func(sent.clone(), *args[1:], **({**kwargs, "out": torch.empty_like(out)} if out is not None else kwargs))
+        arrived = func(
+            sent.clone(), *args[1:], **({**kwargs, "out": torch.empty_like(out)} if out is not None else kwargs)
+        )
         in_place = name.endswith("_") and not name.endswith("_out")
         result = out if out is not None else given if in_place else torch.empty_like(arrived)
         label = f"{name} of {tuple(given.shape)} {given.dtype} {args[1:-1]}{self._places(group, (given, result))}"
@@ -399,7 +386,9 @@ class Checker(TorchDispatchMode):
             memory = self._known(tensor)
             if memory is not None and memory.pool is not None:
                 if not any(name == group and pool is memory.pool for name, pool in self._registered):
-                    self._report(f"memory of {memory.what} is used before it is registered with group {group} ({where()})")
+                    self._report(
+                        f"memory of {memory.what} is used before it is registered with group {group} ({where()})"
+                    )
                 found += f", buffer {memory.number}"
         return found
 
@@ -424,7 +413,9 @@ class Checker(TorchDispatchMode):
             arrived = torch.ops._c10d_functional.wait_tensor(each.arrived)
             if each.given is not None and not _same(each.given, each.sent):
                 self._report(f"what {each.what} sends was overwritten before it was awaited ({each.where}, {where()})")
-            for part, values in zip(_apart(each.result, each.given), _apart(arrived, each.given, each.result), strict=True):
+            for part, values in zip(
+                _apart(each.result, each.given), _apart(arrived, each.given, each.result), strict=True
+            ):
                 part.copy_(values)
             stream, before = current_stream(), Task("")
             before.follow(each.clock)
@@ -493,59 +484,6 @@ class Nccl:
 
     def deregister_mem_pool(self, pool: Any) -> None:
         self._checker.deregister(self._group, pool)
-
-
-def differences(everyones: Sequence[tuple[Sequence[Call], Sequence[tuple[str, tuple[int, ...]]]]]) -> Iterator[str]:
-    """Return how collectives of ranks break NCCL's rules, in words.
-
-    Args:
-        everyones: Calls and groups of each rank.
-    """
-    for rank, (calls, groups) in enumerate(everyones):
-        for other, (others_calls, others_groups) in enumerate(everyones[:rank]):
-            for group, ranks in groups:
-                if other not in ranks:
-                    continue
-                mine = [call for call in calls if call.group == group]
-                others = [call for call in others_calls if call.group == group]
-                for place in range(max(len(mine), len(others))):
-                    a, b = (each[place] if place < len(each) else None for each in (mine, others))
-                    if a is None or b is None or a.what != b.what:
-                        yield (
-                            f"collective {place} of group {group}: rank {rank} starts {_told(a)}, rank {other} {_told(b)}"
-                        )
-                        break
-            shared = [name for name, ranks in groups if other in ranks]
-            if shared != [name for name, ranks in others_groups if rank in ranks]:
-                yield f"ranks {rank} and {other} create their communicators in another order"
-            places = [_places(each, set(shared)) for each in (calls, others_calls)]
-            for here, there, their_calls in ((places[0], places[1], calls), (places[1], places[0], others_calls)):
-                for key, place in here.items():
-                    for before in their_calls[place].beside:
-                        earlier = next((k for k, p in here.items() if p == before), None)
-                        if earlier is None or key not in there or earlier not in there:
-                            continue
-                        if there[earlier] > there[key]:
-                            yield (
-                                f"no stream orders {their_calls[before].what} of group {earlier[0]} before "
-                                f"{their_calls[place].what} of group {key[0]}, and ranks {rank} and {other} start them in "
-                                "another order"
-                            )
-
-
-def _told(call: Call | None) -> str:
-    return f"{call.what} ({call.where})" if call is not None else "nothing"
-
-
-def _places(calls: Iterable[Call], groups: set[str]) -> dict[tuple[str, int], int]:
-    """Return the place of each call among all, by group and number in the group."""
-    counts: dict[str, int] = defaultdict(int)
-    found = {}
-    for place, call in enumerate(calls):
-        if call.group in groups:
-            found[call.group, counts[call.group]] = place
-            counts[call.group] += 1
-    return found
 
 
 def _reads_values(func: Any) -> bool:

@@ -1,6 +1,6 @@
 """Runs rows of ``streams_rows.py`` on fake GPUs under the checker, in processes of its own. Prints JSON.
 
-    streams_program.py RANKS ROW:MODE[:MUTANT] ...
+streams_program.py RANKS ROW:MODE[:MUTANT] ...
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import multiprocessing as mp
 import os
 import sys
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -28,8 +28,9 @@ import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed as dist
+from nccl_rules import differences
 from stream_mutants import MUTANTS, applied
-from streams import checked, differences
+from streams import checked
 from streams_rows import ROWS, train
 
 from mfsdp_compile.runtime import compat

@@ -36,7 +36,7 @@ class Row:
 
     sharding: dict[str, Any] = field(default_factory=dict)
     compiling: dict[str, Any] = field(default_factory=dict)
-    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     ranks: int = 2
     mesh: tuple[int, int] | None = None
     microbatches: int = 1
@@ -118,11 +118,17 @@ ROWS = {
     "offload": Row({"offload_policy": CPUOffloadPolicy()}, waits=True),
     "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, microbatches=2),
     "offload, written": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=written),
-    "offload, loaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded),
+    "offload, loaded": Row(
+        {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded
+    ),
     "offload, clipped": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=clipped),
     "offload, asked": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=asked),
-    "optimizer offload, loaded": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded),
-    "optimizer offload, clipped": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=clipped),
+    "optimizer offload, loaded": Row(
+        {"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded
+    ),
+    "optimizer offload, clipped": Row(
+        {"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=clipped
+    ),
     "optim, loaded": Row({"zero_dp_strategy": 1}, modes=(EAGER,), then=loaded),
     "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, waits=True, is_long=True),
     "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True),
@@ -135,7 +141,9 @@ ROWS = {
     "state dict, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=state_dicts),
     "batches": Row(modes=(EAGER,), then=batches),
     "staged": Row(modes=(EAGER,), then=staged),
-    "staged, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=staged),
+    "staged, offloaded": Row(
+        {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=staged
+    ),
     "captured": Row({"cuda_graph_mode": True}, captures=True, waits=True, modes=(EAGER, AOT_EAGER)),
     "hsdp": Row(ranks=4, mesh=(2, 2)),
     "hfsdp": Row({"outer_dp_sharding_strategy": 1}, ranks=4, mesh=(2, 2)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import streams_rows
+from nccl_rules import Call, differences
 from pool import Pools
 from stream_mutants import MUTANTS
 from streams_rows import EAGER, ROWS
@@ -98,3 +99,27 @@ def test_long_mutants() -> None:
     found = on_fake_gpus(2, mutants(True), 900)
     for name in mutants(True):
         check_mutant(name, found)
+
+
+def calls(*given: str, ordered: bool = False) -> tuple[list[Call], list[tuple[str, tuple[int, ...]]]]:
+    """Return a rank's calls, given as group and kind, and its groups. No stream orders the calls, or one orders them all."""
+    made = [
+        Call(group, (0, 1), kind, () if ordered else tuple(range(place)), f"line {place}")
+        for place, (group, kind) in enumerate(each.split() for each in given)
+    ]
+    return made, [(group, (0, 1)) for group in dict.fromkeys(call.group for call in made)]
+
+
+def test_rules_of_nccl() -> None:
+    first = "a gather", "b reduce", "a gather", "b reduce"
+    assert not list(differences([calls(*first), calls(*first)]))
+    other = "a gather", "b reduce", "b reduce", "a gather"
+    (found, *_) = differences([calls(*first), calls(*other)])
+    assert found == (
+        "no stream orders reduce of group b before gather of group a, and ranks 1 and 0 start them in another order"
+    )
+    assert not list(differences([calls(*first, ordered=True), calls(*other, ordered=True)]))
+    (found,) = differences([calls(*first), calls("a gather", "b reduce", "a gather", "b gather")])
+    assert found.startswith("collective 1 of group b: rank 1 starts gather")
+    found = list(differences([calls(*first), calls("b reduce", "a gather", "a gather", "b reduce")]))
+    assert "ranks 1 and 0 create their communicators in another order" in found
