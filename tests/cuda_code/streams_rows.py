@@ -107,11 +107,19 @@ def asked(model: Any, optimizer: Any) -> list[Tensor]:
     return [gradient.to_local().clone() for gradient in found]
 
 
+def summoned(model: Any, optimizer: Any) -> list[Tensor]:
+    """Write to whole parameters, which become shards again."""
+    with model.summon_full_params(), torch.no_grad():
+        for param in model.module.parameters():
+            param.mul_(0.5)
+        return [param.detach().clone() for param in model.module.parameters()]
+
+
 ROWS = {
     "full": Row(),
     "no_shard": Row({"zero_dp_strategy": 0}, is_long=True),
     "optim": Row({"zero_dp_strategy": 1}),
-    "optim_grads": Row({"zero_dp_strategy": 2}),
+    "optim_grads": Row({"zero_dp_strategy": 2}, is_long=True),
     "double_buffer": Row({"fsdp_double_buffer": True}),
     "largest_buffer": Row({"maxpool_double_buffer": True}, is_long=True),
     "accumulation": Row({"sync_model_each_microbatch": False, "zero_dp_strategy": 1}, microbatches=2),
@@ -121,7 +129,9 @@ ROWS = {
     "offload, loaded": Row(
         {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded
     ),
-    "offload, clipped": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=clipped),
+    "offload, clipped": Row(
+        {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=clipped, is_long=True
+    ),
     "offload, asked": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=asked),
     "optimizer offload, loaded": Row(
         {"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded
@@ -129,7 +139,7 @@ ROWS = {
     "optimizer offload, clipped": Row(
         {"offload_policy": OptimizerOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=clipped
     ),
-    "optim, loaded": Row({"zero_dp_strategy": 1}, modes=(EAGER,), then=loaded),
+    "optim, loaded": Row({"zero_dp_strategy": 1}, modes=(EAGER,), then=loaded, is_long=True),
     "offload, not pinned": Row({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, waits=True, is_long=True),
     "optimizer offload": Row({"offload_policy": OptimizerOffloadPolicy()}, waits=True),
     "activation offload": Row(
@@ -138,13 +148,27 @@ ROWS = {
     "nccl_ub": Row({"nccl_ub": True}, registers=True),
     "fp8": Row(precision=MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_dtype=torch.bfloat16)),
     "state dict": Row(modes=(EAGER,), then=state_dicts),
-    "state dict, offloaded": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=state_dicts),
+    "state dict, offloaded": Row(
+        {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=state_dicts, is_long=True
+    ),
     "batches": Row(modes=(EAGER,), then=batches),
     "staged": Row(modes=(EAGER,), then=staged),
     "staged, offloaded": Row(
         {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=staged
     ),
     "captured": Row({"cuda_graph_mode": True}, captures=True, waits=True, modes=(EAGER, AOT_EAGER)),
+    "offload, summoned": Row(
+        {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=summoned, is_long=True
+    ),
+    "summoned": Row(modes=(EAGER,), then=summoned, is_long=True),
+    "optim, summoned": Row({"zero_dp_strategy": 1}, modes=(EAGER,), then=summoned, is_long=True),
+    "NaN looked for": Row({"report_nan_in_param_grad": True}, waits=True, is_long=True),
+    "fine-grained": Row({"enable_fine_grained_param_gather": True}, is_long=True),
+    "buffers, offload": Row(
+        {"offload_policy": CPUOffloadPolicy(), "fsdp_double_buffer": True}, waits=True, is_long=True
+    ),
+    "offload, hsdp": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, ranks=4, mesh=(2, 2)),
+    "offload, portions": Row({"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": 2}, waits=True, ranks=4),
     "hsdp": Row(ranks=4, mesh=(2, 2)),
     "hfsdp": Row({"outer_dp_sharding_strategy": 1}, ranks=4, mesh=(2, 2)),
     "portions": Row({"reshard_after_forward": 2}, ranks=4),
