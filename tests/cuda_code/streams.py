@@ -6,8 +6,8 @@ ordered; that they did not meet this time says nothing. What is found is listed 
 operators, both tasks, and the lines of the package that launched them.
 
 Memory
-    Host memory is what ``pin_memory=True`` made, what ``torch.tensor`` made, and what was computed from host memory alone.
-    Everything else is the GPU's. Operators on host memory run on the host, all others on the current stream. One that takes
+    Host memory is what ``pin_memory=True`` made, what ``torch.tensor`` made (until a collective uses it), and what was
+    computed from host memory alone. Everything else is the GPU's. Operators on host memory run on the host, all others on the current stream. One that takes
     memory of both is a copy, or has been preceded by one (``to(device)`` does nothing here); the host waits for it unless it
     is a ``non_blocking`` copy and the host memory is pinned. It also waits where it reads values (``item``, ``tolist``).
 

@@ -58,7 +58,7 @@ def run(asked: str) -> tuple[list[str], list[str], dict[str, int], list[str]]:
 
 def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=100)
     store = None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)

@@ -13,7 +13,7 @@ import parity
 import torch
 import torch.distributed as dist
 import zoo
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -32,11 +32,13 @@ class Row:
         sharding: Arguments of ``fully_shard_model``.
         compiling: Options of the backend.
         mesh: Sizes of the outer and the inner data-parallel dimension.
+        model: Class of the model.
     """
 
     sharding: dict[str, Any] = field(default_factory=dict)
     compiling: dict[str, Any] = field(default_factory=dict)
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    model: Callable[[], nn.Module] = zoo.Plain
     ranks: int = 2
     mesh: tuple[int, int] | None = None
     microbatches: int = 1
@@ -196,7 +198,7 @@ def train(row: Row, mode: str, after_first_step: Callable[[], object] = lambda: 
             "hybrid_fsdp_group": mesh._flatten("both").get_group(),
         }
     compiling = {} if mode == EAGER else row.compiling
-    model, call = parity.shard(parity.build(zoo.Plain), mode, sharding=sharding, precision=row.precision, **compiling)
+    model, call = parity.shard(parity.build(row.model), mode, sharding=sharding, precision=row.precision, **compiling)
     optimizer = fully_shard_optimizer(sgd(model.parameters()))
     model.set_model_auto_sync(row.microbatches == 1 or sharding.get("sync_model_each_microbatch", True))
 
