@@ -50,8 +50,8 @@ MUTANTS = {
     "event before its copy": Mutant(
         HOST,
         "        target.copy_(source, non_blocking=True)\n"
-        "        _in_flight[target.data_ptr()] = stream.record_event(), device\n",
-        "        _in_flight[target.data_ptr()] = stream.record_event(), device\n"
+        "        _in_flight[target.data_ptr()] = _Copy(stream.record_event(), device, source, target)\n",
+        "        _in_flight[target.data_ptr()] = _Copy(stream.record_event(), device, source, target)\n"
         "        target.copy_(source, non_blocking=True)\n",
         "activation offload:aot_eager",
         "not ordered",
@@ -69,6 +69,13 @@ MUTANTS = {
         "",
         "activation offload:aot_eager",
         "not ordered",
+    ),
+    "memory of a copy is freed": Mutant(
+        HOST,
+        "_Copy(stream.record_event(), device, source, target)",
+        "_Copy(stream.record_event(), device, None, None)",
+        "dropped:eager",
+        "missing record_stream",
     ),
     "no settle before gradients are added": Mutant(
         "runtime/memory/gradients.py",

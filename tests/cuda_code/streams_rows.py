@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_optimizer
 from mfsdp_compile.checkpoint import full_optimizer_state_dict, full_state_dict, host_copies, saving
+from mfsdp_compile.runtime.memory import host
 
 EAGER, AOT_EAGER = parity.EAGER, parity.AOT_EAGER
 STEPS = 2
@@ -117,6 +118,17 @@ def summoned(model: Any, optimizer: Any) -> list[Tensor]:
         return [param.detach().clone() for param in model.module.parameters()]
 
 
+def dropped(model: Any, optimizer: Any) -> list[Tensor]:
+    """Drop values whose copies nothing waits for, as a backward that fails does."""
+    copy = host.offload_saved(torch.ones(64))
+    found = [torch.full((64,), 2.0)]
+    host.await_copy(copy)
+    host.fetch_saved(copy, copy.device)
+    found.append(torch.full((64,), 3.0))
+    host.settle(copy.device)
+    return found
+
+
 ROWS = {
     "full": Row(),
     "no_shard": Row({"zero_dp_strategy": 0}, is_long=True),
@@ -147,6 +159,7 @@ ROWS = {
     "activation offload": Row(
         compiling={"activation_offload": True, "activation_offload_least": 1}, modes=(AOT_EAGER,)
     ),
+    "dropped": Row(modes=(EAGER,), then=dropped),
     "nccl_ub": Row({"nccl_ub": True}, registers=True),
     "fp8": Row(precision=MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_dtype=torch.bfloat16)),
     "state dict": Row(modes=(EAGER,), then=state_dicts),
