@@ -182,6 +182,14 @@ ROWS = {
     "buffers, offload": Row(
         {"offload_policy": CPUOffloadPolicy(), "fsdp_double_buffer": True}, waits=True, is_long=True
     ),
+    "called twice": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, model=zoo.CalledTwice, is_long=True),
+    "checkpointed": Row(
+        {"offload_policy": CPUOffloadPolicy()},
+        waits=True,
+        model=zoo.CheckpointedReentrant,
+        modes=(EAGER,),
+        is_long=True,
+    ),
     "offload, hsdp": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, ranks=4, mesh=(2, 2)),
     "offload, portions": Row({"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": 2}, waits=True, ranks=4),
     "hsdp": Row(ranks=4, mesh=(2, 2)),

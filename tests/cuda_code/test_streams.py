@@ -52,10 +52,11 @@ EVERY_MUTANT = [f"{mutant.row}:{name}" for name, mutant in MUTANTS.items()]
 
 
 class Runs:
-    """Runs all rows of a number of ranks at once, when the first of them is asked for."""
+    """Runs all selected rows of a number of ranks at once, when the first of them is asked for."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, selected: Sequence[str]) -> None:
         self._pools = pools
+        self._selected = selected
         self._found: dict[tuple[int, bool], tuple[Found, list[dict[str, list[str]]]] | None] = {}
 
     def of(self, name: str) -> tuple[Found, list[dict[str, list[str]]]]:
@@ -63,9 +64,7 @@ class Runs:
         key = ranks, is_long = ROWS[name.split(":")[0]].ranks, _is_long(name)
         if key not in self._found:
             self._found[key] = None
-            alike = [
-                each for each in (*EVERY_ROW, *EVERY_MUTANT) if (ROWS[each.split(":")[0]].ranks, _is_long(each)) == key
-            ]
+            alike = [each for each in self._selected if (ROWS[each.split(":")[0]].ranks, _is_long(each)) == key]
             plain = sorted({each.split(":")[0] for each in alike})
             found = on_fake_gpus(ranks, alike, 900 if is_long else 240)
             self._found[key] = found, self._pools.of(ranks).run(streams_rows.plain, names=plain)
@@ -75,8 +74,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(pools: Pools) -> Runs:
-    return Runs(pools)
+def runs(request: pytest.FixtureRequest, pools: Pools) -> Runs:
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return Runs(pools, [item.callspec.params["name"] for item in mine])
 
 
 @pytest.mark.parametrize("name", _params(EVERY_ROW))
