@@ -58,8 +58,8 @@ MUTANTS = {
     ),
     "wait on another stream": Mutant(
         HOST,
-        "torch.cuda.current_stream(device).wait_event(event)",
-        "_stream_of(device, True).wait_event(event)",
+        "torch.cuda.current_stream(started.device).wait_event(started.event)",
+        "_stream_of(started.device, True).wait_event(started.event)",
         "activation offload:aot_eager",
         "not ordered",
     ),
