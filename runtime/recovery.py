@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from . import compat
+from .memory import host
 from .program_lines import warn
 from .ranks.agreement import has_others
 from .ranks.collective_order import RESET
@@ -36,7 +37,7 @@ def recover(model: ShardedModel) -> None:
         conduct.order.check()
         # Ranks that are waiting for this one arrive here once they have timed out.
         conduct.agree("The step before failed", [stopped])
-        model.eager.settle()
+        _settle(model)
         groups = [*(group for topology in members.topologies for group in topology.groups), *members.partition_groups]
         for group in groups if has_others(members.agreeing) else ():
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
@@ -49,6 +50,13 @@ def recover(model: ShardedModel) -> None:
     model.quantized.forget()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
+
+
+def _settle(model: ShardedModel) -> None:
+    """Wait for what the step that failed has started: collectives, and copies to and from the host."""
+    model.eager.settle()
+    for device in {bucket.device for bucket in model.buckets}:
+        host.settle(device)
 
 
 def reset(model: ShardedModel) -> None:
@@ -65,7 +73,7 @@ def reset(model: ShardedModel) -> None:
     for step in model.captured_steps:
         step.reset()  # graphs hold on to the communicators of the process groups
     model.eager.abandon()
-    model.eager.settle()
+    _settle(model)
     for bucket in model.buckets:
         bucket.forget_resident()
     model.quantized.forget()

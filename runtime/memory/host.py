@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,7 +127,8 @@ def fetch_saved(copy: Tensor, device: torch.device) -> Tensor:
 def start_copy(source: Tensor, allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Like :func:`copied`, but nothing waits for the copy.
 
-    Until :func:`await_copy`, the target must not be read, and the source must exist and not be written to.
+    Until :func:`await_copy`, the target must not be read, and the source not be written to. Both stay in memory until then;
+    if a failure leaves the wait out, until :func:`settle`.
     """
     if device.type != "cuda":
         return allocate().copy_(source)
@@ -136,15 +137,14 @@ def start_copy(source: Tensor, allocate: Callable[[], Tensor], device: torch.dev
     stream.wait_stream(current)  # which computes the source, or has queued kernels that use the target's memory
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        _in_flight[target.data_ptr()] = stream.record_event(), device
+        _in_flight[target.data_ptr()] = _Copy(stream.record_event(), device, source, target)
     return target
 
 
 def await_copy(target: Tensor) -> None:
     """Let the current stream wait for the copy that :func:`start_copy` returned."""
     if (started := _in_flight.pop(target.data_ptr(), None)) is not None:
-        event, device = started
-        torch.cuda.current_stream(device).wait_event(event)
+        torch.cuda.current_stream(started.device).wait_event(started.event)
 
 
 def settle(device: torch.device) -> None:
@@ -152,6 +152,8 @@ def settle(device: torch.device) -> None:
     for (of, _), stream in _streams.items():
         if of == device:
             stream.synchronize()
+    for address in [address for address, copy in _in_flight.items() if copy.device == device]:
+        del _in_flight[address]
 
 
 def settle_pinned(memory: Tensor) -> None:
@@ -171,5 +173,15 @@ def _stream_of(device: torch.device, outward: bool) -> Any:
 _streams: dict[tuple[torch.device, bool], Any] = {}
 """The streams that copies run on, by device and direction: models share them, as they share the link."""
 
-_in_flight: dict[int, tuple[Any, torch.device]] = {}
-"""The event that ends a copy of a saved value, and the device, by address of the target."""
+
+class _Copy(NamedTuple):
+    """A copy of a saved value that nothing has waited for yet: the event that ends it, and what it reads and writes."""
+
+    event: Any
+    device: torch.device
+    source: Tensor
+    target: Tensor
+
+
+_in_flight: dict[int, _Copy] = {}
+"""Copies of saved values, by address of the target."""

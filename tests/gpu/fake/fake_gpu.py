@@ -7,8 +7,14 @@ GPU, and everything computed is computed on the CPU.
     torch.device(...)           -> _fake_gpu.device(...), which forgets the index
     torch.cuda                  -> _fake_gpu.cuda, the class of that name below
     .cuda(), .pin_memory()      -> .cpu(), .clone()
-    pin_memory=True, =pins      -> pin_memory=False
-    x.record_stream(...)        -> nothing
+    pin_memory=...              -> pin_memory=_fake_gpu.pins(...)
+    x.record_stream(...)        -> _fake_gpu.record_stream(x, ...)
+    x.device == device          -> _fake_gpu.is_on(x, device)
+    x.device.type == "cuda"     -> _fake_gpu.is_on_gpu(x), and the opposite for "cpu", where x may be in either memory
+    x.is_pinned()               -> _fake_gpu.is_pinned(x)
+
+Streams and events order what they would (``timeline.py``). Which memory is the host's is known only while something
+follows it (``memory``): without that, everything is in the GPU's.
 
 ``MFSDP_FAKE_GPUS`` says how many GPUs there are. A program that is started as a file is not read this way, but what it
 imports is.
@@ -18,15 +24,17 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import os
 import re
 import sys
-import time
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
+
+import timeline
 
 ROOT = Path(__file__).resolve().parents[3]
 READ = tuple(f"{ROOT / folder}{os.sep}" for folder in ("mfsdp_compile", "passes", "runtime", "benchmarks", "tests/gpu"))
@@ -39,6 +47,13 @@ PLAIN = {
 """Files that are read as they are."""
 
 WORDS = (
+    (re.compile(r"\b([a-z]\w*)\.device\.type (==|!=) ([\"'])cuda\3"), r"(_fake_gpu.is_on_gpu(\1) \2 True)"),
+    (
+        re.compile(r"\b(memory|value|state\.full)\.device\.type (==|!=) ([\"'])cpu\3"),
+        r"(_fake_gpu.is_on_gpu(\1) \2 False)",
+    ),
+    (re.compile(r"\b(\w+)\.device == device\b"), r"_fake_gpu.is_on(\1, device)"),
+    (re.compile(r"\b(\w+)\.is_pinned\(\)"), r"_fake_gpu.is_pinned(\1)"),
     (re.compile(r"([\"'])cuda\1"), '"cpu"'),
     (re.compile(r"([\"'])nccl\1"), '"gloo"'),
     (re.compile(r"\btorch\.device\("), "_fake_gpu.device("),
@@ -46,7 +61,7 @@ WORDS = (
     (re.compile(r"\btorch\._C\._cuda_clearCublasWorkspaces\b"), "_fake_gpu.cuda.synchronize"),
     (re.compile(r"\.cuda\(\)"), ".cpu()"),
     (re.compile(r"\.pin_memory\(\)"), ".clone()"),
-    (re.compile(r"\bpin_memory=(True|pins)\b"), "pin_memory=False"),
+    (re.compile(r"\bpin_memory=(True|pins and device\.type == \"cpu\")"), r"pin_memory=_fake_gpu.pins(\1)"),
     (re.compile(r"(\w+)\.record_stream\("), r"_fake_gpu.record_stream(\1, "),
 )
 
@@ -110,43 +125,47 @@ def device(kind: Any = None, index: Any = None) -> Any:
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
-def record_stream(tensor: Any, stream: _Stands) -> None:
-    assert isinstance(stream, _Stands)
+memory: Any = None
+"""What knows which memory is the host's, and which of it is pinned (``tests/cuda_code/streams.py``)."""
 
 
-class _Stands:
-    """A stream or a context: it does nothing."""
+def pins(value: bool) -> bool:
+    """Return whether host memory is to be allocated pinned. ``memory`` sees the argument, which torch would refuse."""
+    return value and memory is not None
+
+
+def is_on_gpu(held: Any) -> bool:
+    """Whether a tensor is in the GPU's memory, or something else belongs to a GPU."""
+    import torch
+
+    return not isinstance(held, torch.Tensor) or memory is None or not memory.is_on_host(held)
+
+
+def is_on(tensor: Any, device: Any) -> bool:
+    return is_on_gpu(tensor)
+
+
+def is_pinned(tensor: Any) -> bool:
+    return memory is not None and memory.is_pinned(tensor)
+
+
+def record_stream(tensor: Any, stream: timeline.Stream) -> None:
+    assert isinstance(stream, timeline.Stream)
+    if memory is not None:
+        memory.record_stream(tensor, stream)
+
+
+class _Nothing:
+    """A context that does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> _Stands:
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
         pass
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at: float | None = None
-
-    def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self.at is not None, "the event was not recorded"
-
-    def elapsed_time(self, end: _Event) -> float:
-        assert self.at is not None
-        assert end.at is not None
-        return (end.at - self.at) * 1e3
 
 
 class _Properties:
@@ -169,19 +188,47 @@ class _CudaGraph:
 
 @contextlib.contextmanager
 def _capture(graph: _CudaGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
-    assert isinstance(stream, _Stands)
+    import torch
     from graph_recorder import Recorder
 
-    with Recorder().capture() as graph.recording:
+    given = {"pool": pool, "stream": stream, "capture_error_mode": capture_error_mode}
+    inspect.signature(torch.cuda.graph.__init__).bind(None, graph, **given)
+    assert given == {"pool": cuda.graph_pool_handle(), "stream": stream, "capture_error_mode": "thread_local"}
+    timeline.synchronize()
+    with timeline.as_current(stream), timeline.capture.of(stream), Recorder().capture() as graph.recording:
         yield
+
+
+class _MemPool:
+    """Memory that is allocated while the pool is in use."""
+
+    def __init__(self, allocator: Any = None) -> None:
+        self.allocated: list[Any] = []
+
+
+@contextlib.contextmanager
+def _use_mem_pool(pool: _MemPool) -> Any:
+    cuda.pool = pool
+    try:
+        yield
+    finally:
+        cuda.pool = None
 
 
 class cuda:
     """What stands for ``torch.cuda``. A function that is not here is one that no test has used so far."""
 
-    Event, Stream, stream, device = _Event, _Stands, _Stands, _Stands
+    Event, Stream, stream, device = timeline.Event, timeline.Stream, timeline.as_current, _Nothing
+    current_stream, synchronize = staticmethod(timeline.current_stream), staticmethod(timeline.synchronize)
     CUDAGraph, graph = _CudaGraph, staticmethod(_capture)
+    MemPool, use_mem_pool = _MemPool, staticmethod(_use_mem_pool)
+    pool: _MemPool | None = None
     _current = 0
+
+    class nccl:
+        @staticmethod
+        def version() -> tuple[int, int, int]:
+            return 2, 28, 9
 
     @staticmethod
     def is_available() -> bool:
@@ -193,7 +240,7 @@ class cuda:
 
     @staticmethod
     def is_current_stream_capturing() -> bool:
-        return False
+        return timeline.current_stream() in timeline.capture.streams
 
     @staticmethod
     def graph_pool_handle() -> tuple[int, int]:
@@ -211,10 +258,6 @@ class cuda:
     def set_device(device: Any) -> None:
         """Devices have lost their indices here: take it that a rank names its own."""
         cuda._current = device if isinstance(device, int) else int(os.environ.get("LOCAL_RANK", "0"))
-
-    @staticmethod
-    def current_stream(device: Any = None) -> _Stands:
-        return _Stands()
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -239,10 +282,6 @@ class cuda:
         import torch
 
         torch.set_rng_state(state)
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        pass
 
     @staticmethod
     def empty_cache() -> None:
