@@ -1232,6 +1232,7 @@ def test_process_groups_of_megatron() -> None:
         param.allreduce = False
     with torch.no_grad():
         expert.blocks[0].up.weight.add_(rank % 2)  # ranks 0 and 2 share these experts, 1 and 3 others
+    copies = [copy.deepcopy(expert) for _ in range(2)]
     experts = FullyShardedDataParallel(
         SimpleNamespace(expert_model_parallel_size=2),
         settings(),
@@ -1245,8 +1246,7 @@ def test_process_groups_of_megatron() -> None:
     # Tensor-parallel ranks 0 and 1, and 2 and 3, hold different experts: by Megatron's groups, or by sizes.
     collection = SimpleNamespace(dp_cp=odd_even, tp=pairs, ep=pairs, expt_dp=odd_even, expt_tp=alone)
     config = SimpleNamespace(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
-    for given in (collection, None):
-        folded = copy.deepcopy(expert)
+    for folded, given in zip(copies, (collection, None), strict=True):
         experts = FullyShardedDataParallel(
             config, settings(), folded, fsdp_unit_modules=[zoo.Block], pg_collection=given
         )

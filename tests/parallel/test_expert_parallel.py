@@ -695,22 +695,25 @@ TABLE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
 
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
-    shared = mesh != "1 x 4"  # experts that no other rank has are used and reduced without communication
-    buckets = UNITS + EXPERT_UNITS * shared
+    outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
+    # Experts that no other rank has are used and reduced without communication. Experts that only outer ranks have, too,
+    # are neither gathered nor scattered inside.
+    shared = mesh != "1 x 4"
+    divided = shared and mesh != "HSDP 2 x 1 x 2"
+    buckets = UNITS + EXPERT_UNITS * divided
     # Backward gathers layers again. An embedding's backward does not need it, but the eager path follows the order of
     # units and has gathered the embedding by the time that this shows. The last unit stays gathered.
-    again = EXPERT_UNITS * (1 + shared) + (mode == EAGER)
+    again = EXPERT_UNITS * (1 + divided) + (mode == EAGER)
     exchanges = (
         0 if mesh == "4 x 1" else 5 + 3 * checkpointed
     )  # loads, dispatch, combine; gradients of both; the first three again
-    outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
     # Eager ranks find out which parameters were used. For experts, the ranks that share them do.
     asks = (1 + shared) * (mode == EAGER)
     return (
         buckets + again,
         buckets * shards_outer,
         buckets * (1 + shards_outer),
-        buckets * (outer and not shards_outer) + asks,
+        (UNITS + EXPERT_UNITS) * (outer and not shards_outer) + asks,
         CONFIG.layers * exchanges,
     )
 

@@ -104,7 +104,9 @@ def measured_peak(family: Family, inner: str) -> int:
     batch = family.batch_of(0)
     with compat.fake_process_group(RANKS):
         model = fully_shard_model(ready(family.make(layers=LAYERS)), fsdp_unit_modules="auto")
-        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": inner, "regions": inner == "inductor"})
+        call = torch.compile(
+            model, backend="mfsdp", fullgraph=True, options={"inner": inner, "regions": inner == "inductor"}
+        )
 
         def step() -> None:
             family.loss(call(**batch)).backward()
