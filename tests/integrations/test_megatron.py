@@ -1227,16 +1227,18 @@ def test_process_groups_of_megatron() -> None:
     assert str(tensor_parallel.sharded.topology) == "optim_grads_params over 2 ranks"
     assert tensor_parallel.sharded.topology.mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
 
-    expert = parity.build(zoo.Plain)
-    for param in expert.blocks.parameters():
-        param.allreduce = False
-    with torch.no_grad():
-        expert.blocks[0].up.weight.add_(rank % 2)  # ranks 0 and 2 share these experts, 1 and 3 others
-    copies = [copy.deepcopy(expert) for _ in range(2)]
+    def with_experts() -> zoo.Plain:
+        made = parity.build(zoo.Plain)
+        for param in made.blocks.parameters():
+            param.allreduce = False
+        with torch.no_grad():
+            made.blocks[0].up.weight.add_(rank % 2)  # ranks 0 and 2 share these experts, 1 and 3 others
+        return made
+
     experts = FullyShardedDataParallel(
         SimpleNamespace(expert_model_parallel_size=2),
         settings(),
-        expert,
+        with_experts(),
         fsdp_unit_modules=[zoo.Block],
         pg_collection=SimpleNamespace(dp_cp=world, ep=pairs, expt_dp=odd_even, expt_tp=alone),
     )
@@ -1246,9 +1248,9 @@ def test_process_groups_of_megatron() -> None:
     # Tensor-parallel ranks 0 and 1, and 2 and 3, hold different experts: by Megatron's groups, or by sizes.
     collection = SimpleNamespace(dp_cp=odd_even, tp=pairs, ep=pairs, expt_dp=odd_even, expt_tp=alone)
     config = SimpleNamespace(expert_model_parallel_size=2, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
-    for folded, given in zip(copies, (collection, None), strict=True):
+    for given in (collection, None):
         experts = FullyShardedDataParallel(
-            config, settings(), folded, fsdp_unit_modules=[zoo.Block], pg_collection=given
+            config, settings(), with_experts(), fsdp_unit_modules=[zoo.Block], pg_collection=given
         )
         assert experts.sharded.members.folds_experts
         one = whole.blocks[0].up.weight
