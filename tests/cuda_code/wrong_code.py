@@ -101,6 +101,13 @@ def _shifted_view(lines: list[str]) -> list[str]:
     raise LookupError("no view with an offset")
 
 
+def _early_scales(lines: list[str]) -> list[str]:
+    """Read a quantized bucket, in which its scales are, before it has been gathered."""
+    quantized = re.compile(r"(mfsdp\.wait_quantized\.default\()(\w+)")
+    at = next(n for n, line in enumerate(lines) if quantized.search(line))
+    return [*lines[:at], quantized.sub(r"\1\2.clone()", lines[at]), *lines[at + 1 :]]
+
+
 def _no_mask(source: str) -> str:
     """Drop the mask of the first store that has one."""
     store = re.compile(r"(tl\.store\(.*), (?:\w*mask\b(?: & \w*mask\b)*)\)$", re.MULTILINE)
@@ -131,6 +138,7 @@ _WRAPPERS: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "swapped gathers": ("forward", _swapped_gathers),
     "overwritten send": ("backward", _overwritten_send),
     "shifted view": ("forward", _shifted_view),
+    "early scales": ("forward", _early_scales),
 }
 _KERNELS: dict[str, Callable[[str], str]] = {
     "no mask": _no_mask,
