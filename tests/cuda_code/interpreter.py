@@ -199,7 +199,8 @@ def _compute_libdevice() -> None:
         def run(*values: Any, **_: Any) -> Any:
             found = function(*(torch.from_numpy(np.ascontiguousarray(v.handle.data)) for v in values)).numpy()
             like = values[0]
-            return tl.tensor(TensorHandle(found.astype(like.handle.data.dtype), like.handle.dtype), like.type)
+            kind = tl.block_type(like.type.scalar, list(found.shape)) if found.ndim else like.type.scalar
+            return tl.tensor(TensorHandle(found.astype(like.handle.data.dtype), like.handle.dtype), kind)
 
         return run
 

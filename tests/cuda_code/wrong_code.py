@@ -14,6 +14,7 @@ _WAIT = re.compile(r"^\s+torch\.ops\._c10d_functional\.wait_tensor\.default\((\w
 _GATHER = re.compile(
     r"^\s+(\w+) = torch\.ops\.(?:_c10d_functional\.all_gather_into_tensor|mfsdp\.gather_into_buffer)\.default\("
 )
+_QUANTIZED = re.compile(r" = torch\.ops\.mfsdp\.wait_quantized\.default\((\w+)")
 _LAUNCH = re.compile(r"^\s+(\w+)\.run\(|^\s+extern_kernels\.")
 _REUSE = re.compile(r"^\s+(\w+) = (.*?); del (\w+)  # reuse$")
 
@@ -103,9 +104,10 @@ def _shifted_view(lines: list[str]) -> list[str]:
 
 def _early_scales(lines: list[str]) -> list[str]:
     """Read a quantized bucket, in which its scales are, before it has been gathered."""
-    quantized = re.compile(r"(mfsdp\.wait_quantized\.default\()(\w+)")
-    at = next(n for n, line in enumerate(lines) if quantized.search(line))
-    return [*lines[:at], quantized.sub(r"\1\2.clone()", lines[at]), *lines[at + 1 :]]
+    at, name = next((n, m[1]) for n, line in enumerate(lines) if (m := _QUANTIZED.search(line)))
+    (wait,) = (n for n, each in _waits(lines) if each == name)
+    read = lines[at].replace(f"({name}", f"({name}.clone()")  # the operator would wait
+    return [*lines[:wait], *lines[wait + 1 : at], read, lines[wait], *lines[at + 1 :]]
 
 
 def _no_mask(source: str) -> str:
