@@ -1,0 +1,191 @@
+"""Who may import whom, and which private attributes of torch the package reads. Both lists may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"mfsdp_compile": "mfsdp_compile", "passes": "mfsdp_compile.passes", "runtime": "mfsdp_compile.runtime"}
+
+LAYERS = [
+    {"mfsdp_compile.runtime.compat"},
+    {"mfsdp_compile.runtime"},
+    {"mfsdp_compile.passes"},
+    {"mfsdp_compile"},
+]
+"""A file imports files of its layer, and of the layers before it. The longest name that fits says which layer it is in."""
+
+CIRCLES = [
+    {
+        "runtime.eager.engine", "runtime.grad_sync", "runtime.membership", "runtime.memory.bucket",
+        "runtime.memory.deferred_gradients", "runtime.memory.extension", "runtime.memory.gradients",
+        "runtime.memory.pickled", "runtime.memory.redistribute", "runtime.memory.replicated", "runtime.memory.rows",
+        "runtime.memory.tensor", "runtime.memory.written_gradients", "runtime.ops", "runtime.optim.muon",
+        "runtime.optim.state", "runtime.optim.step_tracker", "runtime.optim.tracking", "runtime.optim.whole_step",
+        "runtime.owner", "runtime.plan.buckets", "runtime.plan.experts", "runtime.plan.model_plan",
+        "runtime.plan.offload", "runtime.plan.partition", "runtime.plan.precision_plan", "runtime.plan.references",
+        "runtime.plan.units", "runtime.precision", "runtime.ranks.conduct", "runtime.ranks.graph_runs",
+        "runtime.step_checks",
+    },
+    {"api", "backend.verify_step", "megatron.direct", "wrapper"},
+    {"runtime.eager.summon", "runtime.model", "runtime.recovery"},
+    {"passes.context", "passes.decisions"},
+]  # fmt: skip
+"""Files that import one another in a circle, imports for types included."""
+
+PRIVATE = {
+    "_apply": "fsdp2's module has nn.Module's methods, and hands them on",
+    "_backward_hooks": "whether a hook of the user would be lost",
+    "_buffers": "buffers are replaced in place: there is no public setter that keeps persistence",
+    "_c10d_functional": "the namespace of functional collectives in graphs",
+    "_codegen": "how a graph prints itself",
+    "_compiled_call_impl": "whether Module.compile was called",
+    "_destroy": "ends a torch.library.Library",
+    "_dynamo": "Dynamo's package: documented, and private by name",
+    "_flat_weights_names": "nn.RNN keeps its weights in a list of its own",
+    "_flatten": "one mesh dimension for two: documented, and private by name",
+    "_forward_pre_hooks": "whether a hook of the user would be lost",
+    "_load_from_state_dict": "an override, as torch's documentation advises",
+    "_local_tensor": "a DTensor's local part without autograd; to_local() records an operation",
+    "_modules": "children are replaced in place",
+    "_non_persistent_buffers_set": "which buffers a checkpoint leaves out",
+    "_opname": "an operator's name without its namespace",
+    "_ops": "the classes of operators",
+    "_parameters": "parameters are replaced in place, as FSDP2 does",
+    "_patch_step_function": "what an optimizer does for the profiler when it is made",
+    "_post_accumulate_grad_hooks": "whether a hook of the user would be lost",
+    "_schema": "which arguments an operator writes to",
+    "_spec": "a DTensor's mesh and placements, as its constructor takes them",
+    "_version": "whether a tensor was written to: documented, and private by name",
+}
+"""Private attributes of torch's objects that are read outside of ``runtime/compat``, and why."""
+OTHERS = {"_asdict", "_auto_class", "_current_frames", "_exit", "_getframe", "_init_weights", "_keys_to_ignore_on_save"}
+"""Of Python and of transformers."""
+
+
+@functools.cache
+def files() -> dict[str, Path]:
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if parts[-1] != "__init__":  # those hand names on
+                found[".".join((package, *parts))] = path
+    return found
+
+
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """Return the files that each file imports, anywhere in it."""
+    found = {}
+    for name, path in files().items():
+        mine: set[str] = set()
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Import):
+                mine |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parts = name.split(".")[: -node.level] if node.level else []
+                base = ".".join([*parts, node.module] if node.module else parts)
+                mine |= {each if (each := f"{base}.{alias.name}") in files() else base for alias in node.names}
+        found[name] = mine & files().keys() - {name}
+    return found
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def layer_of(name: str) -> int:
+    prefixes = [
+        (len(prefix), place) for place, names in enumerate(LAYERS) for prefix in names if name.startswith(prefix)
+    ]
+    return max(prefixes)[1]
+
+
+def test_lower_layers_import_no_higher_ones() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in imported().items()
+        for other in others
+        if layer_of(other) > layer_of(name)
+    ]
+    assert not wrong
+
+
+def _reached(name: str) -> set[str]:
+    found: set[str] = set()
+    new = {name}
+    while new:
+        new = {other for each in new for other in imported()[each]} - found
+        found |= new
+    return found
+
+
+def test_no_more_files_are_in_circles() -> None:
+    """If a circle became smaller: take what left it out of the list."""
+    reached = {name: _reached(name) for name in files()}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in files()}
+    found = {frozenset(name.removeprefix("mfsdp_compile.") for name in circle) for circle in circles if len(circle) > 1}
+    assert found == set(map(frozenset, CIRCLES))
+
+
+def _private_attributes() -> Iterator[tuple[str, str]]:
+    for path in files().values():
+        for node in ast.walk(_tree(path)) if path.parent.name != "compat" else ():
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            is_operator = node.attr.startswith("_foreach_") or ast.unparse(node.value).endswith("aten")
+            if not is_operator:
+                yield node.attr, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def _own_names() -> set[str]:
+    found: set[str] = set()
+    for path in files().values():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def _names_of_torch() -> set[str]:
+    module = nn.Linear(1, 1)
+    objects = [
+        *(torch.Tensor, module.weight, module, DTensor, DeviceMesh, torch.optim.SGD(module.parameters()), fx.Graph()),
+        *(fx.GraphModule(nn.Module(), fx.Graph()), fx.Node, dist.ProcessGroup, dist.Work, torch.UntypedStorage),
+        *(torch._ops.OpOverload, torch.library.Library),
+    ]
+    return {name for each in objects for name in dir(each)}
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="other versions of torch have other private names"
+)
+def test_private_attributes_of_torch() -> None:
+    """Names that only torch has, or that torch's objects have too."""
+    own, of_torch = _own_names(), _names_of_torch()
+    same = {"_device", "_indices", "_next", "_to"}  # of this package's own objects only
+    uses: dict[str, str] = defaultdict(str)
+    for name, place in _private_attributes():
+        if (name not in own or name in of_torch) and not name.startswith("_mfsdp") and name not in same | OTHERS:
+            uses[name] += f" {place}"
+    new = {name: places for name, places in uses.items() if name not in PRIVATE}
+    assert not new, "move these to runtime/compat"
+    gone = PRIVATE.keys() - uses.keys()
+    assert not gone, "nothing reads these any more: take them out of the list"
