@@ -26,6 +26,12 @@ LAYERS = [
 ]
 """A file imports files of its layer, and of the layers before it. The longest name that fits says which layer it is in."""
 
+READ_BY_PASSES = {
+    *("exchange", "fp8_linear", "layout", "nearest", "ops", "program_lines", "quantize", "schedule_text"),
+    "untrusted_files",
+}
+"""Files of ``runtime`` that passes import, but ``compat``'s, which is imported as a package."""
+
 CIRCLES = [
     {
         "runtime.eager.engine", "runtime.grad_sync", "runtime.membership", "runtime.memory.bucket",
@@ -122,6 +128,14 @@ def test_lower_layers_import_no_higher_ones() -> None:
         if layer_of(other) > layer_of(name)
     ]
     assert not wrong
+
+
+def test_passes_read_plain_data_of_the_runtime() -> None:
+    found = {
+        other for name, others in imported().items() for other in others if name.startswith("mfsdp_compile.passes")
+    }
+    prefix = "mfsdp_compile.runtime."
+    assert {name.removeprefix(prefix) for name in found if name.startswith(prefix)} == READ_BY_PASSES
 
 
 def _reached(name: str) -> set[str]:
