@@ -139,7 +139,7 @@ def test_every_kernel_compiles(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row)) for row in QUICK if row.model == "gradients from outside"]
+    "row", _marked([row for row in TABLED if row.model == "gradients from outside"], pytest.mark.long)
 )
 def test_gradients_that_are_inputs_are_moved_by_one_kernel(facts: dict[str, Any]) -> None:
     assert facts["foreach"] == 1

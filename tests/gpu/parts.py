@@ -51,7 +51,11 @@ UNPROVEN = [
         "gloo on real ranks, late; the order of calls is checked",
         "tests: groups, scaler, streams, checkpoint",
     ),
-    ("streams and CUDA's allocator", "streams that are recorded and checked", "tests: groups, scaler, streams, checkpoint"),
+    (
+        "streams and CUDA's allocator",
+        "streams that are recorded and checked",
+        "tests: groups, scaler, streams, checkpoint",
+    ),
     ("capture and replay of CUDA graphs", "a recorder that runs operators again", "tests: CUDA graphs"),
     ("peak memory of the allocator", "allocations counted on the CPU", "tests: memory and time"),
     ("times of kernels, copies and collectives", "data sheets, and figures that others published", "calibrate"),
