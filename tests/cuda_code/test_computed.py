@@ -81,7 +81,7 @@ def compute(ranks: int, rows: Sequence[tuple[str, Setting, str, str]]) -> list[l
                 process.stdin.write(given)
                 process.stdin.close()
             for process in processes:
-                process.wait(timeout=120 + 60 * len(rows))
+                process.wait(timeout=240 + 60 * len(rows))
         finally:
             for process in processes:
                 process.kill()
