@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections import Counter
@@ -54,6 +55,7 @@ def allocated(function: Callable[[], Any]) -> tuple[int, int]:
     Raises:
         RuntimeError: If the profiler recorded no allocations.
     """
+    gc.collect()  # garbage that were freed meanwhile would count as memory that was there before
     with _silence(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
