@@ -55,7 +55,7 @@ def allocated(function: Callable[[], Any]) -> tuple[int, int]:
     Raises:
         RuntimeError: If the profiler recorded no allocations.
     """
-    gc.collect()  # garbage that were freed meanwhile would count as memory that was there before
+    gc.collect()  # garbage that is freed meanwhile would hide as much of the peak
     with _silence(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
