@@ -18,11 +18,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dispatching import is_view, kernel_in_python, written
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mfsdp_compile.runtime import compat, ops
+from mfsdp_compile.runtime import compat
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -70,24 +71,20 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind is not Tensor for kind in types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            with self:
-                return compat.run_higher_order(func, args, kwargs)
-        if func.namespace == "mfsdp":
-            kernel = vars(ops).get(f"_{func._opname}") or vars(ops)[func._opname]
-            with self:  # its kernel is Python, which a replay does not run
+        if (kernel := kernel_in_python(func)) is not None:
+            with self:  # a replay runs no Python
                 return kernel(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             assert _key(args[0]) not in self.made, "a value is read on the host"
             return func(*args, **kwargs)  # the number of a deferred gradient, which is on the host for good
         ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is not _WAIT and not _is_view(func):
+        if func is not _WAIT and not is_view(func):
             for tensor in ins:
                 assert _key(tensor) not in self._running, f"{func} uses a collective's memory before it was awaited"
         for tensor in ins:
             self._see(tensor)
-        written = list(_written(func, args, kwargs))
-        for tensor in written:
+        targets = list(written(func, args, kwargs))
+        for tensor in targets:
             self._save(tensor)
         frozen = self._frozen((args, kwargs))
         outputs = func(*args, **kwargs)
@@ -100,17 +97,17 @@ class Recording(TorchDispatchMode):
             self._running.discard(_key(ins[0]))
         elif func.namespace == "_c10d_functional":
             self._running.update(map(_key, outs))
-        if written or fresh or func is _WAIT:
+        if targets or fresh or func is _WAIT:
             self.operators.append(_Recorded(func, *frozen, self._frozen(outputs), bool(fresh)))
         return outputs
 
     def run_kernel(self, kernel: Callable[..., Any], is_written: Sequence[bool], args: tuple[Any, ...]) -> None:
         """Run and record a kernel that Inductor has compiled."""
-        for value, written in zip(args, is_written, strict=True):
+        for value, is_target in zip(args, is_written, strict=True):
             if isinstance(value, Tensor):
                 assert _key(value) not in self._running, "a kernel uses a collective's memory before it was awaited"
                 self._see(value)
-                if written:
+                if is_target:
                     self._save(value)
         self.operators.append(_Recorded(kernel, self._frozen(args), {}, None, False))
         kernel(*args)
@@ -244,18 +241,3 @@ def _view_of(tensor: Tensor) -> _View:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
-        yield from (statistics for statistics in args[3:5] if statistics is not None)
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -201,32 +202,40 @@ def cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+def join(connection: Connection, rank: int, world_size: int, timeout: timedelta) -> int:
+    """Initialize the default process group, over gloo. Return the port of its store.
+
+    Rank 0 serves the store, at a port that no other process can take in between. It sends the port to the parent, which
+    sends it to every rank.
+    """
+    import torch.distributed as dist
+
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        connection.send(store.port)
+    port: int = connection.recv()
+    store = store or dist.TCPStore("127.0.0.1", port, world_size, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return port
+
+
 def _work(connection: Connection, rank: int, world_size: int, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size))
     import faulthandler
     import gc
     import warnings
-    from datetime import timedelta
 
     import preload
     import torch
-    import torch.distributed as dist
 
     preload.check_fork()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     warnings.filterwarnings("ignore", message=".*cpu_offload.*")
-    # Rank 0 serves the store, at a port that no other process can take in between.
-    timeout = timedelta(seconds=120)
-    store = None
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-        connection.send(store.port)
-    port = connection.recv()
-    store = store or dist.TCPStore("127.0.0.1", port, world_size, timeout=timeout, wait_for_workers=False)
+    port = join(connection, rank, world_size, timedelta(seconds=120))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 

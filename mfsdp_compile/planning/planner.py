@@ -154,8 +154,8 @@ class Job:
         precision: Dtypes of shards and gradients. ``param_dtype`` is the workload's.
         prefetch, reshard: Fixed values for the options ``prefetch`` and ``reshard_after_forward``. None: the planner
             chooses. A number of ranks to reshard over means True for candidates whose ranks it does not divide.
-        fused: Whether the inner compiler fuses kernels. False: every operator by itself, without regions, which hold one
-            more gathered bucket with ``"aot_eager"``: the graph around them keeps their operands until they return.
+        fused: Whether the inner compiler fuses kernels. False: every operator by itself, without regions. (With
+            ``"aot_eager"``, these hold one more gathered bucket: the graph keeps their operands until they return.)
         overlap: Kinds of collectives that may overlap with computation.
         solved: Use the solver. False: the schedule of a model without a budget, with each gather one unit ahead.
         bucket_bytes: Split larger units into several buckets; see :func:`~mfsdp_compile.fully_shard_model`. None: one

@@ -127,8 +127,8 @@ def fetch_saved(copy: Tensor, device: torch.device) -> Tensor:
 def start_copy(source: Tensor, allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Like :func:`copied`, but nothing waits for the copy.
 
-    Until :func:`await_copy`, the target must not be read, and the source not be written to. Both stay in memory until then;
-    if a failure leaves the wait out, until :func:`settle`.
+    Until :func:`await_copy`, the target must not be read, and the source must not be written to. Both stay in memory
+    until then, or until :func:`settle` if a failure leaves the wait out.
     """
     if device.type != "cuda":
         return allocate().copy_(source)

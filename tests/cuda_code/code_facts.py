@@ -14,11 +14,11 @@ from torch import fx
 from mfsdp_compile.passes import changes, roles
 from mfsdp_compile.passes.context import Context
 
-__all__ = ["Wanted", "baseline", "facts", "wanted_of"]
+__all__ = ["GATHERS", "PRODUCTS", "REDUCTIONS", "Wanted", "baseline", "facts", "wanted_of"]
 
-_GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
-_REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
+REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ def _points(recording: Recording) -> tuple[list[tuple[str, int]], dict[int, tupl
     packed: dict[int, tuple[int, int]] = {}
     points: list[tuple[str, int]] = []
     for number, event in enumerate(recording.events):
-        if event.operator in _GATHERS:
+        if event.operator in GATHERS:
             (source,), (result,) = event.reads, event.writes
             gathers[result.storage] = origin.get(source.storage, -1)
             points.append(("gather", gathers[result.storage]))
-        elif event.operator in _REDUCTIONS:
+        elif event.operator in REDUCTIONS:
             source, result = (*event.reads, *event.writes)[0], event.writes[0]
             position = _leads_to(recording.events[number + 1 :], result.storage, results)
             reductions[result.storage] = position
@@ -189,7 +189,7 @@ def _leads_to(events: Sequence[Event], storage: int, results: dict[int, int]) ->
     for event in events:
         read, written = ({span.storage for span in spans} for spans in (event.reads, event.writes))
         is_elementwise = event.kernel is not None and len(event.reads) == len(event.writes)
-        if read & reached and (is_elementwise or event.operator in _REDUCTIONS):
+        if read & reached and (is_elementwise or event.operator in REDUCTIONS):
             reached |= written
         elif event.operator != "wait_tensor":
             reached -= written  # the memory is used again
@@ -210,7 +210,7 @@ def _races(recording: Recording) -> list[str]:
                 found.append(f"{event.name} uses the result of {name} before it is awaited")
             if any(span.overlaps(source) for span in event.writes for source in sources):
                 found.append(f"{event.name} writes to what {name} sends")
-        if event.operator in _GATHERS | _REDUCTIONS:
+        if event.operator in GATHERS | REDUCTIONS:
             for span in event.writes:
                 under_way[span.storage] = event.name, event.reads
     return found + [f"{name} is not awaited" for name, _ in under_way.values()]
@@ -234,7 +234,7 @@ def _writers(events: Sequence[Event], storage: int, slots: Sequence[Slot]) -> di
         place = Span(storage, slot.start, slot.stop)
         last = [event for event in events if any(span.overlaps(place) for span in event.writes)][-1]
         if slot.is_matrix:
-            is_product = last.operator in _PRODUCTS and place in last.writes
+            is_product = last.operator in PRODUCTS and place in last.writes
             found[slot.name] = (
                 "product" if is_product else "copy" if last.moves else last.name if last.operator else "kernel"
             )
@@ -243,7 +243,7 @@ def _writers(events: Sequence[Event], storage: int, slots: Sequence[Slot]) -> di
 
 def _copies(recording: Recording) -> Counter[str]:
     """Return the bytes that kernels move without computing, by purpose."""
-    sent = {span.storage for event in recording.events if event.operator in _GATHERS for span in event.reads}
+    sent = {span.storage for event in recording.events if event.operator in GATHERS for span in event.reads}
     inputs = {storage for storage in recording.inputs if storage is not None}
     found: Counter[str] = Counter()
     for event in recording.events:

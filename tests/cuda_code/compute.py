@@ -73,9 +73,10 @@ def run_on_host(modules: dict[str, ModuleType], mutant: str) -> None:
     for phase, module in modules.items():
         source, kernels = _parts(module)
         parameters = {name: kernel.parameters for name, kernel in kernels.items()}
-        wrapper = wrong_code.wrapper(mutant, phase, poisoning_reuse(source, parameters))
+        right = poisoning_reuse(source, parameters)
+        wrapper = wrong_code.wrapper(mutant, phase, right)
         vars(module).update(kernels)  # without what an earlier mutant has changed
-        changed |= wrapper != poisoning_reuse(source, parameters)
+        changed |= wrapper != right
         for name, kernel in kernels.items():
             edited = wrong_code.kernel(mutant, kernel.source)
             if edited != kernel.source:

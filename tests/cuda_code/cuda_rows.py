@@ -227,7 +227,10 @@ class Sizes:
 
 LARGE = Sizes()
 SMALL = Sizes(vocabulary=64, width=32, heads=4, kv_heads=4, hidden=48, expert_hidden=16, experts=4, batch=2, length=7)
-"""Sizes of code that is generated only, and of code that the interpreter runs too: no powers of two, which need no masks."""
+"""Sizes for code that is only generated, and for code that the interpreter runs too.
+
+Small lengths are no powers of two, which would need no masks.
+"""
 
 
 def models(sizes: Sizes) -> dict[str, tuple[Callable[[], Any], list[type], Callable[[], list[Any]]]]:

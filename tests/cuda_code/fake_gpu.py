@@ -1,7 +1,7 @@
 """A GPU that does not exist: Inductor and Triton generate code for it on a machine without a driver.
 
-:func:`start` comes before torch is imported, because torch looks up CUDA's hooks once and early. It tells torch, Inductor
-and Triton the properties of the device. Nothing can run on it: tensors are fake.
+:func:`start` comes before torch is imported, because torch looks up CUDA's hooks once and early. It tells torch,
+Inductor and Triton the properties of the device. Nothing can run on it: tensors are fake.
 
 What code for it lacks: padding of matrix products (``pad_mm``), replacement of attention by patterns, and constant
 folding, which all need real tensors. Nothing is autotuned.

@@ -1,7 +1,7 @@
 """Models on a GPU that does not exist, and the code that Inductor generates for them.
 
-Tensors and other ranks are fake. :mod:`generate` records what the code would launch; :mod:`compute` runs it on memory of
-the host.
+Tensors and other ranks are fake. :mod:`generate` records what the code would launch; :mod:`compute` runs it on memory
+of the host.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def phase_of(graph: GraphLowering) -> str:
 
 @contextlib.contextmanager
 def modules_are_seen(see: Callable[[GraphLowering, ModuleType], None]) -> Iterator[None]:
-    """Context in which ``see`` gets each graph that Inductor lowers with the module that it made, and nothing is cached."""
+    """Context in which ``see`` gets each graph that Inductor lowers and its module. Nothing is cached."""
     compiles = GraphLowering.compile_to_module
 
     def compile_to_module(self: Any) -> Any:

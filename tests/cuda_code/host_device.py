@@ -4,11 +4,11 @@ The code allocates, views, reuses and frees memory, launches kernels and calls o
 
 - allocations return memory of the host that is NaN until something is written to it
 - a buffer that the code uses again for another is NaN again, unless a kernel computes the new one in place from the old
-- operators get the CPU in place of the device; flash attention and products with another dtype of the result, which only
-  a GPU has, are computed by what the CPU has
+- operators get the CPU in place of the device; flash attention and products with another dtype of the result, which
+  only a GPU has, are computed by what the CPU has
 
-Memory that the code frees (``del buf``) is not filled: no name is left that could read it, and the collectives that still
-send it are checked at their wait.
+Memory that the code frees (``del buf``) is not filled: no name is left that could read it, and the collectives that
+still send it are checked at their wait.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Triton kernels that Inductor generated for a GPU, computed on CPU tensors by Triton's interpreter.
 
 ``TRITON_INTERPRET=1`` must be in the environment before triton is imported. :func:`install` then makes generated code
-launch :class:`InterpretedKernel`. The interpreter runs the programs of a grid one after the other on numpy arrays. It is
-repaired where it differs from a GPU:
+launch :class:`InterpretedKernel`. The interpreter runs the programs of a grid one after the other on numpy arrays. It
+is repaired where it differs from a GPU:
 
 - it cuts bfloat16 off where a GPU rounds, rounds float8 wrong, and gives ``tl.dot`` the bits of bfloat16 as integers
 - it reduces with functions of a kernel's own (Welford, online softmax) one element at a time, which takes seconds
 - it has no libdevice: torch computes its functions
 - an address outside of the arguments' memory would break the heap: it is left out, and a violation
 
-Not interpreted as a GPU would: arithmetic on bfloat16 without a cast to float32 (Inductor casts), random numbers (equal to
-neither the GPU's nor the CPU's generator), ``tl.device_assert``, and anything about time.
+Not interpreted as a GPU would: arithmetic on bfloat16 without a cast to float32 (Inductor casts), random numbers (equal
+to neither the GPU's nor the CPU's generator), ``tl.device_assert``, and anything about time.
 """
 
 from __future__ import annotations

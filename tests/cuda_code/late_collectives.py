@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Traffic", "late_collectives", "poison"]
+__all__ = ["Traffic", "late_collectives", "poison", "same_bytes"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -83,16 +83,16 @@ class _Late(dist.Work):
         if self._traffic.under_way.pop(id(self), None) is None:
             return True
         with _disable_current_modes(), torch.no_grad():
-            if self._given is not None and not _equal(self._given, self._sent):
+            if self._given is not None and not same_bytes(self._given, self._sent):
                 self._traffic.violations.append(f"what {self._name} sends was overwritten before it was awaited")
-            if self._given is not None and not _equal(self._result, poison(torch.empty_like(self._result))):
+            if self._given is not None and not same_bytes(self._result, poison(torch.empty_like(self._result))):
                 self._traffic.violations.append(f"the result of {self._name} was written to before it was awaited")
             self._result.copy_(self._arrived)
         return True
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _start(
@@ -118,7 +118,8 @@ def _start(
         work = dist.all_to_all_single(arrived, sent, incoming, outgoing, group=group, async_op=True)
     else:
         raise NotImplementedError(name)
-    what = f"{name} of {given.numel()} {str(given.dtype)[6:]}{f', {arguments[0]}' if isinstance(arguments[0], str) else ''}"
+    operation = f", {arguments[0]}" if isinstance(arguments[0], str) else ""
+    what = f"{name} of {given.numel()} {str(given.dtype)[6:]}{operation}"
     traffic.started.setdefault(str(dist.get_process_group_ranks(group)), []).append(what)
     overlaps = result.untyped_storage()._cdata == given.untyped_storage()._cdata
     late = _Late(what, work, poison(result), arrived, None if overlaps else given, sent, traffic)

@@ -2,9 +2,9 @@
 
 - All ranks of a communicator start the same collectives in the same order: kind, sizes, dtype and operation.
 - Two ranks create the communicators that they share in the same order: with its first collective.
-- Collectives of different communicators that may run at the same time are started in the same order by all ranks that take
-  part in both. They run at the same time unless a stream orders one behind the other: then two ranks could each wait, on a
-  full GPU, for what the other has not started.
+- Collectives of different communicators that may run at the same time are started in the same order by all ranks that
+  take part in both. They run at the same time unless a stream orders one behind the other: then two ranks could each
+  wait, on a full GPU, for what the other has not started.
 """
 
 from __future__ import annotations

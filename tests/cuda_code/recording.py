@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from dispatching import written
 from generating import compiled_with, modules_are_seen, phase_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,12 +191,12 @@ class _Recorder(TorchDispatchMode):
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if len({tensor.device.type for tensor in (*given, *made)}) > 1 and any(t.device.type == "cpu" for t in made):
             self.recording.syncs.append(f"{name} from the device to the host")
-        written = [value for value in _written(func, args, kwargs) if isinstance(value, Tensor)]
+        targets = list(written(func, args, kwargs))
         taken = {self.storage_of(tensor) for tensor in given}
         new = [tensor for tensor in made if self.storage_of(tensor) not in taken]
-        if operator in _ALLOCATING or not (new or written or operator == "wait_tensor"):
+        if operator in _ALLOCATING or not (new or targets or operator == "wait_tensor"):
             return result  # memory, or a view
-        read = [tensor for tensor in given if not any(tensor is other for other in written)]
+        read = [tensor for tensor in given if not any(tensor is other for other in targets)]
         if operator == "gather_into_buffer":
             self._gather_into_buffer(name, given[0], made[0])
             return result
@@ -204,10 +205,10 @@ class _Recorder(TorchDispatchMode):
             Event(
                 name,
                 tuple(map(self._span, read)),
-                tuple(map(self._span, (*written, *new))),
+                tuple(map(self._span, (*targets, *new))),
                 moves=moves,
                 fills=moves and not read,
-                bytes=_moved(read, [*written, *new]) if moves else 0,
+                bytes=_moved(read, [*targets, *new]) if moves else 0,
             )
         )
         return result
@@ -252,13 +253,6 @@ def _moved(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     elements = sum(tensor.numel() for tensor in written)
     reading = sum(min(tensor.numel(), elements) * tensor.element_size() for tensor in read)
     return reading + sum(tensor.numel() * tensor.element_size() for tensor in written)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that an operator writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[position] if position < len(args) else kwargs.get(argument.name)
 
 
 def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: bool) -> list[Recording]:

@@ -1,37 +1,39 @@
 """A checker of stream order: what the package's code for CUDA leaves to chance, found without a GPU.
 
-It runs over fake GPUs (``tests/gpu/fake``), which say what comes after what (``timeline.py``). Every operator is an access
-to bytes of memory: a read or a write, by a task. Two accesses to the same bytes, at least one of them a write, must be
-ordered; that they did not meet this time says nothing. What is found is listed in :attr:`Checker.violations`, with both
-operators, both tasks, and the lines of the package that launched them.
+It runs over fake GPUs (``tests/gpu/fake``), which say what comes after what (``timeline.py``). Every operator is an
+access to bytes of memory: a read or a write, by a task. Two accesses to the same bytes, at least one of them a write,
+must be ordered; that they did not meet this time says nothing. What is found is listed in :attr:`Checker.violations`,
+with both operators, both tasks, and the lines of the package that launched them.
 
 Memory
     Host memory is what ``pin_memory=True`` made, what ``torch.tensor`` made (until a collective uses it), and what was
-    computed from host memory alone. Everything else is the GPU's. Operators on host memory run on the host, all others on the current stream. One that takes
-    memory of both is a copy, or has been preceded by one (``to(device)`` does nothing here); the host waits for it unless it
-    is a ``non_blocking`` copy and the host memory is pinned. It also waits where it reads values (``item``, ``tolist``).
+    computed from host memory alone. Everything else is the GPU's. Operators on host memory run on the host, all others
+    on the current stream. One that takes memory of both is a copy, or has been preceded by one (``to(device)`` does
+    nothing here); the host waits for it unless it is a ``non_blocking`` copy and the host memory is pinned. It also
+    waits where it reads values (``item``, ``tolist``).
 
 Allocator
     What is freed may be given to every later allocation on the same stream that fits, until that stream comes after all
     uses. The new tensor then begins with the uses of the freed one: a first use that is not ordered behind them is
-    reported as a missing ``record_stream``. ``record_stream(s)`` orders allocations behind what ``s`` had been given when
-    the memory was freed. Freed pinned memory waits for its copies, as torch's allocator does.
+    reported as a missing ``record_stream``. ``record_stream(s)`` orders allocations behind what ``s`` had been given
+    when the memory was freed. Freed pinned memory waits for its copies, as torch's allocator does.
 
 Collectives
-    They run on a stream of their group, after the current stream, on a copy of their input. The result is NaN, and input
-    and result are in use and referred to, until the collective is awaited, for which the current stream waits and the host
-    does not. A gather leaves the part of its result alone that it sends. NCCL's rules are checked on what all ranks have
-    started (``nccl_rules.py``). Memory of a pool is registered once with each communicator, before it is used there, and
-    freed after that ends; all ranks use the same buffer of it.
+    They run on a stream of their group, after the current stream, on a copy of their input. The result is NaN, and
+    input and result are in use and referred to, until the collective is awaited, for which the current stream waits and
+    the host does not. A gather leaves the part of its result alone that it sends. NCCL's rules are checked on what all
+    ranks have started (``nccl_rules.py``). Memory of a pool is registered once with each communicator, before it is
+    used there, and freed after that ends; all ranks use the same buffer of it.
 
 Captures
-    During a capture the host waits for nothing, streams of the capture wait for none outside, and all are joined at its end.
+    During a capture the host waits for nothing, streams of the capture wait for none outside, and all are joined at its
+    end.
 
-Not covered: order between threads of the host, which count as one; kernels of Inductor, which no mode sees (compiled code
-is that of ``aot_eager``); streams that autograd chooses for a backward (here the current one); memory of other processes;
-copies between two GPUs; timing; what NCCL itself does. Reads through a pointer (``data_ptr``) are not seen. A race inside
-one operator, between an offset and its neighbour, is seen only if their ranges overlap, which are those from the first to
-the last byte of a tensor.
+Not covered: order between threads of the host, which count as one; kernels of Inductor, which no mode sees (compiled
+code is that of ``aot_eager``); streams that autograd chooses for a backward (here the current one); memory of other
+processes; copies between two GPUs; timing; what NCCL itself does. Reads through a pointer (``data_ptr``) are not seen.
+A race inside one operator, between an offset and its neighbour, is seen only if their ranges overlap, which are those
+from the first to the last byte of a tensor.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ import fake_gpu
 import timeline
 import torch
 import torch.distributed as dist
+from dispatching import is_view, kernel_in_python, written
+from late_collectives import poison, same_bytes
 from nccl_rules import Call
 from timeline import HOST, Stream, Task, current_stream, stream_of, where
 from torch import Tensor
@@ -54,7 +58,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mfsdp_compile.runtime import compat, ops
+from mfsdp_compile.runtime import compat
 
 __all__ = ["Checker", "checked"]
 
@@ -83,7 +87,7 @@ class Access:
     start: int
     end: int
     freed: str = ""
-    """Of memory that was freed: what it was."""
+    """What the memory was, if it has been freed since."""
 
     def __str__(self) -> str:
         kind = "writes" if self.writes else "reads"
@@ -181,11 +185,7 @@ class Checker(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind is not Tensor for kind in types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            with self:
-                return compat.run_higher_order(func, args, kwargs)
-        if func.namespace == "mfsdp":
-            kernel = vars(ops).get(f"_{func._opname}") or vars(ops)[func._opname]
+        if (kernel := kernel_in_python(func)) is not None:
             with self:
                 return kernel(*args, **kwargs)
         self.counts["operators"] += 1
@@ -204,7 +204,7 @@ class Checker(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         if func is aten.lift_fresh.default and self._known(outputs) is None:  # torch.tensor
             self._allocate(outputs, "tensor", True, False)
-        if _is_view(func):
+        if func._opname == "set_" or is_view(func):
             return outputs
         known = {_key(tensor) for tensor in ins}
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and _key(leaf) not in known]
@@ -216,7 +216,7 @@ class Checker(TorchDispatchMode):
         if func in _EMPTY:
             return outputs
         task: Task = HOST if is_host else current_stream()
-        self._use(name, task, list(_reads(func, args, kwargs)), [*_written(func, args, kwargs), *made])
+        self._use(name, task, list(_reads(func, args, kwargs)), [*written(func, args, kwargs), *made])
         if task is not HOST and (
             _reads_values(func) or (any(on_host) and not self._is_asynchronous(func, args, kwargs))
         ):
@@ -235,11 +235,13 @@ class Checker(TorchDispatchMode):
         if task is not HOST:
             task.follow(HOST.clock)
         number, line = task.tick(), where()
-        for tensors, written in ((reads, False), (writes, True)):
+        for tensors, writes_to in ((reads, False), (writes, True)):
             for tensor in tensors:
                 if tensor.numel():
                     start, end = _range(tensor)
-                    self._access(self._memory(tensor), Access(what, line, task.name, number, written, start, end), task)
+                    self._access(
+                        self._memory(tensor), Access(what, line, task.name, number, writes_to, start, end), task
+                    )
 
     def _access(self, memory: Memory, new: Access, task: Task) -> None:
         kept = []
@@ -376,7 +378,7 @@ class Checker(TorchDispatchMode):
             )
         )
         for part in parts:
-            _poison(part)
+            poison(part)
         return result
 
     def _places(self, group: str, tensors: Sequence[Tensor]) -> str:
@@ -411,7 +413,7 @@ class Checker(TorchDispatchMode):
             return torch.ops._c10d_functional.wait_tensor(tensor)
         for each in started:
             arrived = torch.ops._c10d_functional.wait_tensor(each.arrived)
-            if each.given is not None and not _same(each.given, each.sent):
+            if each.given is not None and not same_bytes(each.given, each.sent):
                 self._report(f"what {each.what} sends was overwritten before it was awaited ({each.where}, {where()})")
             for part, values in zip(
                 _apart(each.result, each.given), _apart(arrived, each.given, each.result), strict=True
@@ -494,28 +496,10 @@ def _reads_values(func: Any) -> bool:
     )
 
 
-def _is_view(func: Any) -> bool:
-    if func._opname == "set_":
-        return True
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        yield argument, value
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for argument, value in _arguments(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _reads(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     overwrites = func in _COPIES or func in _FILLS
-    for argument, value in _arguments(func, args, kwargs):
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if not (is_written and (overwrites or argument.is_out)):
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
@@ -554,14 +538,3 @@ def _apart(result: Tensor, given: Tensor | None, like: Tensor | None = None) -> 
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.is_floating_point() and tensor.element_size() > 1:
-        tensor.fill_(float("nan"))
-    elif tensor.is_contiguous() and tensor.dtype != torch.bool:
-        tensor.view(torch.uint8).fill_(0x7F)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

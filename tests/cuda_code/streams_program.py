@@ -29,6 +29,7 @@ import torch._dynamo
 import torch._functorch.aot_autograd
 import torch.distributed as dist
 from nccl_rules import differences
+from pool import join
 from stream_mutants import MUTANTS, applied
 from streams import checked
 from streams_rows import ROWS, train
@@ -37,7 +38,7 @@ from mfsdp_compile.runtime import compat
 
 
 def run(asked: str) -> tuple[list[str], list[str], dict[str, int], list[str]]:
-    """Run a row. Return digests, violations, what was counted, and where the package has waited after the first step."""
+    """Run a row. Return digests, violations, counts, and where the package waited after the first step."""
     name, mode, *mutants = asked.split(":")
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
@@ -58,15 +59,8 @@ def run(asked: str) -> tuple[list[str], list[str], dict[str, int], list[str]]:
 
 def work(connection: Connection, rank: int, ranks: int, asked: list[str]) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=100)
-    store = None
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
-        connection.send(store.port)
-    port = connection.recv()
-    store = store or dist.TCPStore("127.0.0.1", port, ranks, timeout=timeout, wait_for_workers=False)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    join(connection, rank, ranks, timedelta(seconds=100))
     found = {}
     for each in asked:
         print(f"rank {rank}: {each}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The code for a GPU computes the right numbers: its kernels in Triton's interpreter, its wrapper on memory of the host.
+"""The code for a GPU computes the right numbers: kernels in Triton's interpreter, the wrapper on memory of the host.
 
 Child processes are the ranks (``compute.py``). They compare one training step with the eager path of the same ranks and
 with one process in float32. ``MFSDP_WRITE_TABLES=1`` rewrites the table in ``docs/performance.md``.
@@ -7,10 +7,7 @@ with one process in float32. ``MFSDP_WRITE_TABLES=1`` rewrites the table in ``do
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,18 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from children import HERE, NEEDS, environment
 from cuda_rows import COMPUTED, Row, Setting
 from doc_tables import DOCS, check_rows, rows_of
 from wrong_code import MUTANTS
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
-]
+pytestmark = NEEDS
 
-HERE = Path(__file__).parent
 PAGE, TABLE = DOCS / "performance.md", "computed code"
 HEADER = [
     "model",
@@ -60,8 +52,7 @@ QUICK_MUTANTS = ("late wait, backward",)
 def compute(ranks: int, rows: Sequence[tuple[str, Setting, str, str]]) -> list[list[dict[str, Any]]]:
     """Compute rows of model, setting, way and mutant. Return what each rank found, by row."""
     given = "".join(json.dumps([m, dataclasses.asdict(s), way, mutant]) + "\n" for m, s, way, mutant in rows)
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    one_thread = environment(OMP_NUM_THREADS="1")
     # Not pytest's folder, which xdist's workers share: file stores have short lives.
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, f"results{rank}") for rank in range(ranks)]
@@ -72,7 +63,7 @@ def compute(ranks: int, rows: Sequence[tuple[str, Setting, str, str]]) -> list[l
                 command = [sys.executable, str(HERE / "compute.py"), str(rank), str(ranks), folder]
                 processes.append(
                     subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=output, stderr=error, text=True, env=environment
+                        command, stdin=subprocess.PIPE, stdout=output, stderr=error, text=True, env=one_thread
                     )
                 )
         try:

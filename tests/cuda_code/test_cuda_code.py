@@ -8,10 +8,7 @@ these tensors, so that what is asserted is what a stream would see. ``MFSDP_WRIT
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from children import HERE, NEEDS, environment
 from cuda_rows import LONG, QUICK, TABLED, Row
 from doc_tables import DOCS, check_rows, rows_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
-]
+pytestmark = NEEDS
 
-HERE = Path(__file__).parent
 PAGE, TABLE = DOCS / "performance.md", "generated code"
 HEADER = [
     "model",
@@ -57,14 +49,13 @@ each_row = pytest.mark.parametrize("row", EVERY)
 def generate(rows: list[Row], architecture: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the facts of each row, from a child process."""
     given = "".join(json.dumps([row.model, dataclasses.asdict(row.setting)]) + "\n" for row in rows)
-    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(HERE / "generate.py"), architecture, str(folder)],
         input=given,
         capture_output=True,
         text=True,
         timeout=120 + 90 * len(rows),
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment(),
     )
     lines = done.stdout.splitlines()
     assert len(lines) == len(rows), f"{len(lines)} of {len(rows)} rows were generated:\n{done.stderr[-4000:]}"

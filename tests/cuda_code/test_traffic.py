@@ -1,31 +1,24 @@
-"""What a layer of Llama-3-8B launches and moves on a GPU, by its generated code. ``MFSDP_WRITE_TABLES=1`` writes the table."""
+"""What a layer of Llama-3-8B launches and moves on a GPU, by its generated code.
+
+``MFSDP_WRITE_TABLES=1`` rewrites the table in ``docs/performance.md``.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import HERE, NEEDS, environment
 from doc_tables import DOCS, check_table
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
-]
+pytestmark = [*NEEDS, pytest.mark.long]
 
-HERE = Path(__file__).parent
 FLOPS, MEMORY, LINK = 989e12, 3.35e12, 450e9
-"""Of an H100's data sheet: FLOP/s in bfloat16, bytes per second of its memory, and of NVLink in one direction."""
+"""Data sheet of an H100: FLOP/s in bfloat16; bandwidths of memory, and of NVLink in one direction, in bytes/s."""
 RANKS = 8
 HEADER = [
     "layer",
@@ -42,14 +35,13 @@ HEADER = [
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "traffic.py"), "sm_90", str(tmp_path_factory.mktemp("traffic"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
-    """Two casts of a shard from float32, and one of its reduced gradient to float32; copies of nothing that is whole."""
+    """A shard is cast from float32 twice, and its reduced gradient to float32. Nothing whole is copied."""
     plain, ours = (facts["costs"][name] for name in ("not sharded", "mfsdp compiled, `regions` False"))
     casts = 3 * (4 + 2) * facts["parameters"] / RANKS
     assert ours["products"] == plain["products"]

@@ -22,6 +22,7 @@ import fake_gpu
 fake_gpu.start(sys.argv[1], Path(sys.argv[2]))
 
 import torch
+from code_facts import GATHERS, PRODUCTS, REDUCTIONS
 from cuda_rows import RANKS, Setting, Sizes, models
 from generating import fake_ranks, on_fake_device, shard
 from recording import Event, Recording, recordings_of
@@ -38,15 +39,14 @@ from mfsdp_compile.backend.compile import mfsdp
 from mfsdp_compile.models.llama import _rotation
 
 SIZES = Sizes(4096, 4096, 32, 8, 14336, batch=1, length=8192)
-"""Of Llama-3-8B, with a small vocabulary, which is no part of a layer."""
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
-_ATTENTION = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
-_COLLECTIVES = {"all_gather_into_tensor", "gather_into_buffer", "reduce_scatter_tensor", "wait_tensor"}
+"""Sizes of Llama-3-8B. The vocabulary is small: it does not affect a layer."""
+_PRODUCTS = PRODUCTS | {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+_COLLECTIVES = GATHERS | REDUCTIONS | {"wait_tensor"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer, forward and backward.
+    """Cost of a forward and backward.
 
     Args:
         products: Matrix products and attention.
@@ -70,8 +70,8 @@ class Cost:
 
 def cost(recordings: Sequence[Recording]) -> Cost:
     events = [event for recording in recordings for event in recording.events]
-    products = sum(event.operator in _PRODUCTS | _ATTENTION for event in events)
-    others = [event for event in events if event.operator not in _PRODUCTS | _ATTENTION | _COLLECTIVES]
+    products = sum(event.operator in _PRODUCTS for event in events)
+    others = [event for event in events if event.operator not in _PRODUCTS | _COLLECTIVES]
     return Cost(products, len(others), sum(map(_bytes, others)))
 
 

@@ -81,7 +81,7 @@ def read_kernel(name: str, source: str) -> Kernel:
 
 
 def _by_parameter(accesses: list[ast.Call], values: Mapping[str, list[ast.expr | None]]) -> Counter[str]:
-    """Count elements by parameter. In kernels of several parts, torch 2.15 gives each part's pointers the same names."""
+    """Count elements by parameter. In kernels of several parts, torch 2.15 repeats the names of pointers."""
     found: Counter[str] = Counter()
     for access in accesses:
         pointer = _pointer(access)
@@ -103,7 +103,7 @@ def _elements(address: ast.expr, values: Mapping[str, list[ast.expr | None]]) ->
 
 
 def _length(value: ast.expr | None, values: Mapping[str, list[ast.expr | None]]) -> int:
-    """Return how many values an index has: ``xindex``, ``xindex // 32``, ``(xindex % 32)``, ``((xindex // 32) % 8)``."""
+    """Return how many values an index has, such as ``xindex``, ``xindex // 32``, ``((xindex // 32) % 8)``."""
     if isinstance(value, ast.Name) and (found := _INDEX.fullmatch(value.id)):
         (size,) = values.get(f"{found[1]}numel", [None])[:1]
         return size.value if isinstance(size, ast.Constant) and isinstance(size.value, int) else ALL

@@ -24,7 +24,7 @@ LAYERS = [
     {"mfsdp_compile.passes"},
     {"mfsdp_compile"},
 ]
-"""A file imports files of its layer, and of the layers before it. The longest name that fits says which layer it is in."""
+"""A file may import files of its own layer and of earlier ones. The longest matching prefix gives a file's layer."""
 
 READ_BY_PASSES = {
     *("exchange", "fp8_linear", "layout", "nearest", "ops", "program_lines", "quantize", "schedule_text"),
@@ -77,7 +77,7 @@ PRIVATE = {
 }
 """Private attributes of torch's objects that are read outside of ``runtime/compat``, and why."""
 OTHERS = {"_asdict", "_auto_class", "_current_frames", "_exit", "_getframe", "_init_weights", "_keys_to_ignore_on_save"}
-"""Of Python and of transformers."""
+"""Private attributes that belong to Python's or transformers' objects."""
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Streams and events of fake GPUs: what they order, as vector clocks.
 
-The host is one task; each stream is another, and so is each process group, whose collectives run on a stream of its own.
-A task counts its operations. Its clock says how many operations of each task come before whatever it does next. What the
-host launches comes after everything that the host has done or waited for, and nothing else: two launches on different
-streams are not ordered by being launched one after the other.
+The host is one task; each stream is another, and so is each process group, whose collectives run on a stream of its
+own. A task counts its operations. Its clock says how many operations of each task come before whatever it does next.
+What the host launches comes after everything that the host has done or waited for, and nothing else: two launches on
+different streams are not ordered by being launched one after the other.
 
 A capture is what ``torch.cuda.graph`` surrounds. Streams take part in it once they wait for one that does.
 """
