@@ -22,8 +22,9 @@ import operator
 from torch import fx
 
 from . import roles
-from .context import Context, Report, SchedulePolicy
+from .context import Context, Report
 from .phase import Phase
+from .policy import SchedulePolicy
 
 __all__ = ["apply"]
 

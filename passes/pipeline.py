@@ -29,10 +29,11 @@ from . import (
     unshard,
 )
 from .changes import changes, events
-from .context import Context, Report, SchedulePolicy, phase_of
+from .context import Context, Report, phase_of
 from .decisions import Decisions
 from .listing import describe
 from .phase import Phase
+from .policy import SchedulePolicy
 from .regions import RegionBody
 from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle

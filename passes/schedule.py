@@ -54,7 +54,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     top = next(node for node in graph.nodes if node.op != "placeholder" and node not in moved)
     lines = []
     for i, group in enumerate(groups):
-        ahead = context.decisions.gather(phase, [gather.bucket for gather in group.gathers], group.bytes, context)
+        buckets = [gather.bucket for gather in group.gathers]
+        ahead = context.decisions.gather(phase, buckets, group.bytes, context.policy, context.overlap.gathers)
         if ahead.reduction in packs:
             anchor, when = packs[ahead.reduction], f"before {context.buckets[ahead.reduction].name} is reduced"
         else:

@@ -26,19 +26,10 @@ from torch import Tensor, fx
 
 from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.context import (
-    BucketInfo,
-    Context,
-    NodeKind,
-    Role,
-    SchedulePolicy,
-    phase_of,
-    region_of,
-    set_phase,
-    set_role,
-)
+from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat

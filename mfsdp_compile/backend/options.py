@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
-from mfsdp_compile.passes.context import Context, SchedulePolicy, phase_of, set_phase
+from mfsdp_compile.passes.context import Context, phase_of, set_phase
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.regions import RegionBody
 from mfsdp_compile.passes.solver.costs import is_alias
 from mfsdp_compile.runtime import compat

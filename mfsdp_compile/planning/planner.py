@@ -16,9 +16,10 @@ from torch import nn
 
 from mfsdp_compile.backend.compile import bucket_info
 from mfsdp_compile.backend.options import OPTIMIZERS
-from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped

@@ -28,8 +28,9 @@ from mfsdp_compile.backend.options import CompileOptions, known_rings
 from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.context import Context, SchedulePolicy
+from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel, kernels, origin
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use

@@ -19,7 +19,7 @@ from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import _OTHERS, CompileOptions
 from mfsdp_compile.fsdp2 import _REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
-from mfsdp_compile.passes.context import SchedulePolicy
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -46,7 +46,6 @@ CIRCLES = [
     },
     {"api", "backend.verify_step", "megatron.direct", "wrapper"},
     {"runtime.eager.summon", "runtime.model", "runtime.recovery"},
-    {"passes.context", "passes.decisions"},
 ]  # fmt: skip
 """Files that import one another in a circle, imports for types included."""
 

@@ -23,8 +23,9 @@ from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.backend.compile import _check_float32_gradients
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import float32_gradients, pipeline, roles
-from mfsdp_compile.passes.context import BucketInfo, Context, Report, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context, Report
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.runtime.layout import BucketLayout, Slot
 

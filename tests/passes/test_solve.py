@@ -25,9 +25,9 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, Why
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
