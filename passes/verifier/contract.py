@@ -22,8 +22,9 @@ from torch import fx
 from mfsdp_compile.runtime.layout import BucketLayout
 
 from .. import roles
-from ..context import role_of
-from .analysis import Analysis, tensor_of
+from ..context import NodeKind, role_of
+from ..phase import Phase
+from .analysis import Analysis, CollectiveNode, tensor_of
 
 __all__ = [
     "Contract",
@@ -32,6 +33,7 @@ __all__ = [
     "calls_of",
     "contract_of",
     "gradients_of",
+    "is_of_portions",
     "packed",
     "reads_of",
     "scales_of",
@@ -134,6 +136,13 @@ def contract_of(graph: fx.Graph) -> Contract | None:
 
 def set_contract(graph: fx.Graph, contract: Contract) -> None:
     graph.output_node().meta["mfsdp_contract"] = contract
+
+
+def is_of_portions(found: Analysis, contract: Contract | None, launch: CollectiveNode) -> bool:
+    """Whether a bucket must be gathered from portions; for graphs without a contract, whether it is."""
+    if contract is not None:
+        return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
+    return launch.input is not None and roles.has_kind(launch.input, NodeKind.PORTION)
 
 
 def calls_of(graph: fx.Graph) -> dict[str, str]:
