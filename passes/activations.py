@@ -36,8 +36,9 @@ from mfsdp_compile.runtime import compat
 from . import roles
 from .context import Context, Report, role_of
 from .phase import Phase
-from .solver.costs import CostModel, is_alias, readers
+from .solver.costs import CostModel
 from .solver.flow import flow_of
+from .solver.kernels import base, readers
 
 __all__ = ["apply", "place"]
 
@@ -132,31 +133,24 @@ def _after(node: fx.Node, turns: list[fx.Node], count: int) -> fx.Node | None:
     return later[0] if later else None
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a value is in."""
-    while is_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _last_read(node: fx.Node, graph: fx.Graph) -> fx.Node:
     """Return the last node that reads a value's memory before the graph ends."""
     copies = (roles.OFFLOAD_SAVED, roles.WAIT_SAVED)
-    return max([node, *(r for r in readers(_root(node)) if r.op != "output" and r.target not in copies)])
+    return max([node, *(r for r in readers(base(node)) if r.op != "output" and r.target not in copies)])
 
 
 def _examine(forward: fx.Graph, context: Context, user_outputs: int) -> list[_Value]:
     """Return the values that a forward graph saves, in graph order."""
     (outputs,) = forward.output_node().args
     saved = [value for value in outputs[user_outputs:] if isinstance(value, fx.Node)]  # type: ignore[index]
-    returned = {_root(value) for value in outputs[:user_outputs] if isinstance(value, fx.Node)}  # type: ignore[index]
+    returned = {base(value) for value in outputs[:user_outputs] if isinstance(value, fx.Node)}  # type: ignore[index]
     of_root: dict[fx.Node, int] = {}
     for node in saved:
-        of_root[_root(node)] = of_root.get(_root(node), 0) + 1
+        of_root[base(node)] = of_root.get(base(node), 0) + 1
     turns = _turns(forward, context)
     found = []
     for node in sorted(saved):
-        value, root = node.meta.get("val"), _root(node)
+        value, root = node.meta.get("val"), base(node)
         if not isinstance(value, Tensor) or root.op != "call_function" or role_of(root) is not None:
             continue  # a size, an input of the graph, or something gathered
         size = compat.concrete(value.numel()) * value.dtype.itemsize

@@ -40,8 +40,9 @@ from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settl
 from .solver.costs import CostModel
 from .solver.flow import Saved, flow_of
 from .solver.outline import Outline, outline_of
+from .solver.reasons import gib
 from .solver.simulate import Event, OptimizerCost, events_of
-from .solver.solve import Solution, gib
+from .solver.solve import Solution
 from .solver.step_events import StepOutlines
 from .verifier import verify
 from .verifier.analysis import Analysis

@@ -18,7 +18,7 @@ from mfsdp_compile.passes.context import Context, phase_of, set_phase
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.regions import RegionBody
-from mfsdp_compile.passes.solver.costs import is_alias
+from mfsdp_compile.passes.solver.kernels import base, is_alias
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Source
 
@@ -53,7 +53,7 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
         if node.target is _WAIT and node.args[0].op == "placeholder":  # buckets are awaited outside
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
-    if any(_root(value).op == "placeholder" for value in list(joint.graph.output_node().args[0])[:outputs]):
+    if any(base(value).op == "placeholder" for value in list(joint.graph.output_node().args[0])[:outputs]):
         raise NotARegion(body.name, "it returns a tensor that it was given, or a view of one")
     if not differentiates:
         forward = _finished(joint, f"{name}_inference", Phase.INFERENCE, context)
@@ -135,7 +135,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     results, saved = returned[:number], returned[number:]
     for i, result in enumerate(results):
         value: Tensor = result.meta["val"]
-        shares = any(_root(result) is _root(other) for other in [*results[:i], *saved] if other is not result)
+        shares = any(base(result) is base(other) for other in [*results[:i], *saved] if other is not result)
         if result in results[:i] or shares or value.storage_offset():
             results[i] = _copied(result, output)
     operands = list(forward.find_nodes(op="placeholder"))
@@ -154,7 +154,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
         node = next(waiting, None)
         if node is None or node.meta["val"].shape != placeholder.meta["val"].shape:
             raise NotARegion(body.name, f"torch adds an input to its backward ({placeholder.name})")
-        chain, root = _views(node), _root(node)
+        chain, root = _views(node), base(node)
         if root not in again:
             if chain:
                 with backward.inserting_before(placeholder):
@@ -194,7 +194,7 @@ def _sew_gradients(backward: fx.Graph, needs: Sequence[Source]) -> tuple[Gradien
             gradients.append(Gradient(operand, tangent=inputs[gradient]))
             continue
         if gradient not in returned:
-            root = _root(gradient)
+            root = base(gradient)
             if root in roots or root in inputs or gradient.meta["val"].storage_offset():
                 gradient = _copied(gradient, output)
                 root = gradient
@@ -218,11 +218,6 @@ def _views(node: fx.Node) -> list[fx.Node]:
         chain.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return chain
-
-
-def _root(node: fx.Node) -> fx.Node:
-    chain = _views(node)
-    return chain[0].args[0] if chain else node  # type: ignore[return-value]
 
 
 def _take_views(chain: Sequence[fx.Node], again: dict[fx.Node, fx.Node], placeholder: fx.Node) -> None:

@@ -23,8 +23,9 @@ from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
+from mfsdp_compile.passes.solver.reasons import explained, gib
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simulate
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution, solve
 from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.exchange import Overlap, buffer_bytes

@@ -31,8 +31,9 @@ from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.policy import SchedulePolicy
-from mfsdp_compile.passes.solver.costs import CostModel, kernels, origin
+from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware
+from mfsdp_compile.passes.solver.kernels import kernels, origin
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert

@@ -28,7 +28,8 @@ from mfsdp_compile.runtime import compat
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, region_of, role_of
-from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
+from .costs import CostModel
+from .kernels import Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
 __all__ = [
     "Category",

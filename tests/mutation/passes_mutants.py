@@ -229,7 +229,7 @@ PASSES_MUTANTS = (
         SOLVE,
     ),
     Mutant(
-        "passes/solver/solve.py",
+        "passes/solver/room.py",
         "room that is taken is there still",
         "        self.used[begin:end] += size",
         "        pass",
@@ -257,7 +257,7 @@ PASSES_MUTANTS = (
         SOLVE,
     ),
     Mutant(
-        "passes/solver/solve.py",
+        "passes/solver/room.py",
         "memory of saved activations is not in backward",
         "            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)",
         "            level += 0",
@@ -398,14 +398,14 @@ PASSES_MUTANTS = (
         COSTS,
     ),
     Mutant(
-        "passes/solver/costs.py",
+        "passes/solver/kernels.py",
         "sums of rows join sums within rows",
         "                and (axis is None or sums[joined] in (None, axis))\n",
         "",
         COSTS,
     ),
     Mutant(
-        "passes/solver/costs.py",
+        "passes/solver/kernels.py",
         "a kernel runs after what reads it",
         "    return min(order[kernel.nodes[-1]], min(readers, default=math.inf))",
         "    return order[kernel.nodes[-1]]",
