@@ -234,7 +234,7 @@ class Analysis:
         return found
 
     @property
-    def gathers(self) -> list[CollectiveNode]:
+    def gather_launches(self) -> list[CollectiveNode]:
         return [launch for launch in self.launches if launch.gathers]
 
     @property

@@ -28,7 +28,7 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
     in the body of a branch. Portions are shared by fewer ranks, and gathered over those. The digest of the schedule
     checks at run time that the order is the same on all ranks.
     """
-    for launch in found.gathers:
+    for launch in found.gather_launches:
         info, given = found.info(launch.bucket), arguments(launch.node)
         right = info.exchange.gather_size, info.exchange.gather_group
         if is_of_portions(found, contract, launch):

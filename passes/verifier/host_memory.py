@@ -19,7 +19,7 @@ def right_arena(found: Analysis, contract: Contract | None) -> Findings:
     not. Everything else is on the device at all times, and so are portions, except values saved for backward.
     """
     yield from _copied_once(found)
-    for launch in found.gathers:
+    for launch in found.gather_launches:
         exchange = found.info(launch.bucket).exchange
         before = launch.before
         fetches = [node for node in before if node.target is roles.FETCH]

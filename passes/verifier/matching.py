@@ -25,7 +25,7 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
     bucket's own scales then, those of the parameters that they read. Parameters are read at their offsets in the
     bucket. Gradients are packed in the dtype of their reduction. Every output keeps its position, shape and dtype.
     """
-    for launch in found.gathers:
+    for launch in found.gather_launches:
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(launch.source).root), is_of_portions(found, contract, launch)
         quantized = info.exchange.is_quantized and not of_portions

@@ -23,7 +23,7 @@ def awaited_before_use(found: Analysis, _: Contract | None) -> Findings:
     the graph, because shells have no memory.
     """
     order = found.order
-    for launch in found.gathers:
+    for launch in found.gather_launches:
         for reader in launch.readers:
             yield f"{reader} reads it unawaited", reader, launch.bucket, found.parameter(launch.bucket, reader)
         if not launch.waits and not launch.readers:
@@ -132,7 +132,7 @@ def memory_apart(found: Analysis, _: Contract | None) -> Findings:
                 if memory.overlaps(other_memory) and start <= other_end and other_start <= end:
                     what = f"it is gathered into memory where {found.info(other.bucket).name!r} is still in use"
                     yield what, whole.node, whole.bucket
-    for launch in found.gathers:
+    for launch in found.gather_launches:
         out = arguments(launch.node).get("out")
         role = role_of(found.memory(out).root) if out is not None else None
         if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.SCALES):
