@@ -5,21 +5,21 @@
     backward    unit i + 2   h = fetch_saved(copy)   unit i + 1   wait_saved(h, copy)   unit i reads h ...
 
 A copy has the time of one unit at least. The memory of a value is free when the second unit after the one that computes
-it begins, and is needed again one unit before the one that reads it, so that the values of two or three units are on the
-device at any time. Peers: torch's ``_activation_offloading``, whose operators have the same form, and torchtitan's
+it begins, and is needed again one unit before the one that reads it, so that the values of two or three units are on
+the device at any time. Peers: torch's ``_activation_offloading``, whose operators have the same form, and torchtitan's
 ``cpu_offload`` pass.
 
-What is worth a copy: a value that a forward graph computes and returns only for the backward, if its memory is then free
-and stays so for a while. These stay on the device: inputs, parameters, gathered buckets, what shares memory with them or
-with an output of the model, small values, values that are not dense (a copy would have other strides), and, if the graph
-holds a whole model, values of the last two units, which the backward reads at once.
+What is worth a copy: a value that a forward graph computes and returns only for the backward, if its memory is then
+free and stays so for a while. These stay on the device: inputs, parameters, gathered buckets, what shares memory with
+them or with an output of the model, small values, values that are not dense (a copy would have other strides), and, if
+the graph holds a whole model, values of the last two units, which the backward reads at once.
 
-:func:`apply` runs after the partition, and inserts the copies at the end of the forward graph and at the beginning of the
-backward graph: there they are in the way of no pattern that the inner compiler looks for. :func:`place` moves them apart
-when gathers have their places. Places are relative to units, and no collective moves.
+:func:`apply` runs after the partition, and inserts the copies at the end of the forward graph and at the beginning of
+the backward graph: there they are in the way of no pattern that the inner compiler looks for. :func:`place` moves them
+apart when gathers have their places. Places are relative to units, and no collective moves.
 
-Needs: the forward and backward graphs of one joint graph, with roles. Leaves: a forward graph that returns copies on the
-host instead of the chosen values, and a backward graph that takes these copies as inputs.
+Needs: the forward and backward graphs of one joint graph, with roles. Leaves: a forward graph that returns copies on
+the host instead of the chosen values, and a backward graph that takes these copies as inputs.
 """
 
 from __future__ import annotations

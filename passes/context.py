@@ -45,7 +45,6 @@ class BucketInfo:
         trainable: Whether the bucket has gradients.
         has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
             tensor in addition to the shard.
-        has_token: Whether the bucket's reduction may be deferred. If so, the graph takes a token for the deferred sum.
         main_dtype: Dtype of the shard.
         gather_stride, reduce_strides: Distance between neighbors in the groups that the bucket is gathered and reduced
             over, in global ranks. It tells how far data travels.
@@ -67,7 +66,6 @@ class BucketInfo:
     gathered_bytes: int
     trainable: bool
     has_resident: bool = False
-    has_token: bool = False
     main_dtype: torch.dtype = torch.float32
     gather_stride: int = 1
     reduce_strides: tuple[int, ...] = (1, 1)
@@ -89,9 +87,14 @@ class BucketInfo:
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
-            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}:"
-            f"{self.releases_resident}:{self.stays}"
+            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:"
+            f"{self.portion_group}:{self.releases_resident}:{self.stays}"
         )
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the bucket's reduction may be deferred. If so, the graph takes a token for the deferred sum."""
+        return self.trainable and self.exchange.needs_token
 
     @property
     def sent_bytes(self) -> int:
@@ -105,7 +108,7 @@ class BucketInfo:
 
     @property
     def device_shard_bytes(self) -> int:
-        """Bytes of the shard on the device: of a bucket in host memory, those of the copy that the device keeps, if any."""
+        """Bytes of the shard on the device: of a bucket in host memory, those of the device's copy, if it has one."""
         if self.exchange.keeps_copy:
             return self.layout.shard_numel * self.exchange.dtype.itemsize
         return 0 if self.exchange.offload else self.shard_bytes

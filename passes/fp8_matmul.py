@@ -2,13 +2,15 @@
 
 Before                                              After
     q = mfsdp.unshard(L_q_weight)                       q = mfsdp.unshard(L_q_weight)
-    linear = torch.nn.functional.linear(x, q, bias)            fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
+    linear = F.linear(x, q, bias)                       fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
 
 The operator is composite; see :mod:`mfsdp_compile.runtime.fp8_linear`. In the joint graph it is quantizations and
-products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what computes
-them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be saved.
+products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what
+computes them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be
+saved.
 
-A bucket that is gathered in float8 with the same scaling, and whose parameters are only such weights, is not dequantized:
+A bucket that is gathered in float8 with the same scaling, and whose parameters are only such weights, is not
+dequantized:
 
     parts = mfsdp.unshard_quantized(L_q_weight, ...)
     fp8_linear = mfsdp.fp8_linear_quantized(x, parts[0], parts[1], parts[2], bias, "rowwise", False)
@@ -223,8 +225,8 @@ def _gains(input: Tensor, weight: Tensor, wgrad: bool, costs: CostModel) -> bool
     moved = values + weights + gradients
     before = costs.compute(flops, 2 * moved, torch.bfloat16, attention=False)
     after = costs.compute(flops, moved, torch.float8_e4m3fn, attention=False)
-    # Read in bfloat16 and written in float8: the input and the gradient, by rows and for wgrad by columns; the weight, in
-    # forward and in backward, where it is also transposed.
+    # Read in bfloat16 and written in float8: the input and the gradient, by rows and for wgrad by columns; the weight,
+    # in forward and in backward, where it is also transposed.
     quantized = [values, gradients] * (2 if wgrad else 1) + [weights, weights]
     quantizing = sum(costs.moved(3 * numel) for numel in quantized) + costs.moved(2 * weights)
     return products * (before - after) > quantizing

@@ -185,8 +185,8 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     """Return the passes that run over a graph, in order.
 
     Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
-    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow user
-    passes, the verifier, and :mod:`.announce`.
+    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow
+    user passes, the verifier, and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
@@ -312,8 +312,8 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
     if policy.memory_budget is None:
         refusal = (
             f"'auto' keeps a step within the device's memory, and cannot: {gib(budget)} are to be used, of "
-            f"{gib(machine.memory_bytes)} that the hardware file {machine.name!r} says (options={{'hardware': ...}} names "
-            "another one, 'memory_budget' another bound)"
+            f"{gib(machine.memory_bytes)} that the hardware file {machine.name!r} says (options={{'hardware': ...}} "
+            "names another one, 'memory_budget' another bound)"
         )
     problem = Problem(
         StepOutlines(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),

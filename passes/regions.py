@@ -8,15 +8,16 @@ Before                                              After
     linear_7 = linear(add, q_1)                         getitem_1 = layers_1[0]
 
 A region takes, for each of the unit's buckets, the gathered bucket and an anchor, a tensor without memory that receives
-the packed gradient; then the scales of buckets that stay in float8; then the values that it reads. To the passes, its graph looks like one that the eager path
-serves: its buckets are whole at all times and on one rank. Everything that communicates stays outside.
+the packed gradient; then the scales of buckets that stay in float8; then the values that it reads. To the passes, its
+graph looks like one that the eager path serves: its buckets are whole at all times and on one rank. Everything that
+communicates stays outside.
 
 Units are equal if they do the same operations, in the same order, with the same constants, on values of the same kind,
 with parameters at the same places of equal buckets. If autograd would sum several gradients of a value that is read
 outside too, the region takes the value once per use: gradients are then added in the same order as without regions.
 
-Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice, and
-one of each bucket that stays in float8; :mod:`.unshard` replaces them.
+Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice,
+and one of each bucket that stays in float8; :mod:`.unshard` replaces them.
 """
 
 from __future__ import annotations
@@ -273,11 +274,16 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
     return ""
 
 
-def _reads(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that a node reads, once for each time that it reads them."""
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node reads, once for each time that it reads them."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda source: found.append(source) or source)  # type: ignore[func-returns-value]
-    yield from found
+
+    def read(source: fx.Node) -> fx.Node:
+        found.append(source)
+        return source
+
+    fx.map_arg((node.args, node.kwargs), read)
+    return found
 
 
 def _imbalance(run: _Run) -> str:

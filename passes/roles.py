@@ -71,7 +71,7 @@ __all__ = [
 
 MARK = "mfsdp_bucket"
 OF_BYTES = "mfsdp_of_bytes"
-"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: what is gathered is the quantized shard."""
+"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: those of the quantized shard."""
 SCALES_MARK = "mfsdp_scales"
 """Key in ``meta["custom"]``, like :data:`MARK`, of views of a bucket's scales."""
 REGION = "mfsdp_region_buckets"
@@ -231,7 +231,7 @@ GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_ou
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
-"""Operators whose calls the partitioner must not merge: two buckets may have the same gradients, and each has a reduction."""
+"""Operators whose calls the partitioner must not merge: two buckets with the same gradients have two reductions."""
 PORTION = torch.ops.mfsdp.portion.default
 FETCH = torch.ops.mfsdp.fetch.default
 OFFLOAD = torch.ops.mfsdp.offload.default

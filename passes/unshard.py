@@ -10,8 +10,8 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 
 ``torch.cond`` and other operators with bodies refuse operands that share memory, so they get copies.
 
-A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an anchor,
-data and a scale.
+A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an
+anchor, data and a scale.
 
     parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
     anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
@@ -21,7 +21,8 @@ data and a scale.
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
 shards, one per bucket in the context's order, each followed by the bucket's resident, token, what it sends (a quantized
-shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
+shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is,
+and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
 
 
 def _copy_for_branches(parameter: fx.Node) -> None:
-    """Give operators with bodies that refuse operands in the same memory a copy of a parameter, which lies in a bucket."""
+    """Give operators with bodies that refuse operands in the same memory, a bucket's, a copy of a parameter."""
     for user in [user for user in parameter.users if compat.refuses_shared_memory(user.target)]:
         with parameter.graph.inserting_before(user):
             copied = parameter.graph.call_function(torch.ops.aten.clone.default, (parameter,))
@@ -165,7 +166,7 @@ def parts_of(
 
 
 def _pass_buckets(call: fx.Node, gathered: list[fx.Node], scales: Mapping[int, fx.Node | None]) -> None:
-    """Give a call of a region its buckets: an anchor and a whole bucket each, and scales of those that stay in float8."""
+    """Give a call of a region an anchor and a whole bucket for each bucket, and scales of those that stay in float8."""
     operands: list[fx.Node] = []
     for bucket in call.meta["custom"][REGION]:
         with call.graph.inserting_before(call):
@@ -194,8 +195,9 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
         inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
-                f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of {user.target}, "
-                "for which this is not implemented. Gather it in the model's dtype, or leave this part of the model uncompiled."
+                f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of "
+                f"{user.target}, for which this is not implemented. Gather it in the model's dtype, or leave this part "
+                "of the model uncompiled."
             )
         for place in [place for place, operand in zip(inputs, operands, strict=True) if operand is shell]:
             with place.graph.inserting_before(place):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.passes.context import BucketInfo, Context
 from mfsdp_compile.passes.decisions import Decisions

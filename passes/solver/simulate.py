@@ -491,7 +491,7 @@ class _Clock:
                     self.await_(stage, unit, resident)
 
     def copy(self, outward: bool, seconds: float) -> float:
-        """Start a copy between the device and the host now, and return when it ends. Directions do not share the link."""
+        """Start a copy between device and host now, and return when it ends. Directions do not share the link."""
         link = "to the host" if outward else "from the host"
         self.free_at[link] = max(self.now, self.free_at.get(link, 0.0)) + seconds
         return self.free_at[link]

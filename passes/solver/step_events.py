@@ -88,7 +88,7 @@ class StepOutlines:
         self._waits: dict[tuple[int, bool], list[Event]] = {}
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
-            # If the sent data is a cast or a copy of the shard, it is allocated here. A portion exists since the forward.
+            # If a cast or a copy of the shard is sent, it is allocated here. A portion exists since the forward.
             is_made = gather.before or info.is_fetched
             sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if is_made else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
