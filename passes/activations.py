@@ -175,10 +175,10 @@ def _choose(
     values: list[_Value], forward: fx.Graph, context: Context, user_outputs: int, costs: CostModel | None
 ) -> list[_Value]:
     """Return the values with a reason for those that may be offloaded and are not to be."""
-    wanted = context.policy.activation_offload
+    limit = context.policy.activation_offload
     possible = [value for value in values if not value.why_not]
     why_not = dict.fromkeys(possible, "")
-    if wanted == "auto":
+    if limit == "auto":
         assert costs is not None
         for copied, seconds in _by_time(possible, forward, context, user_outputs, costs):
             left = seconds
@@ -187,11 +187,11 @@ def _choose(
                 if left < 0:
                     left += needed
                     why_not[value] = "no time for a copy while the next unit computes"
-    elif wanted is not True:
+    elif limit is not True:
         done = 0
         for value in possible:
-            why_not[value] = "" if done < wanted else "more than is asked for"
-            done += value.bytes if done < wanted else 0
+            why_not[value] = "" if done < limit else "more than is asked for"
+            done += value.bytes if done < limit else 0
     return [replace(value, why_not=value.why_not or why_not[value]) for value in values]
 
 

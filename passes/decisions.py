@@ -10,7 +10,7 @@ buckets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -232,20 +232,12 @@ def reductions_later(units: Sequence[str], in_flight: int) -> list[int]:
     >>> reductions_later(["c", "b", "b", "a", "a", "a"], in_flight=1)
     [2, 3, 3, 3, 2, 1]
     """
-    groups = list(_groups(units))
+    groups = [list(group) for _, group in itertools.groupby(range(len(units)), key=units.__getitem__)]
     found = []
     for number, group in enumerate(groups):
         target = groups[number + in_flight] if number + in_flight < len(groups) else None
         for i in group:
             # Without a target unit, an index beyond the last reduction means the end of the graph.
-            following = max(target.start, target.stop - (group.stop - i)) if target is not None else len(units)
+            following = max(target[0], target[-1] - (group[-1] - i)) if target is not None else len(units)
             found.append(following - i if in_flight else 0)
     return found
-
-
-def _groups(units: Sequence[str]) -> Iterator[range]:
-    start = 0
-    for _, same in itertools.groupby(units):
-        stop = start + len(list(same))
-        yield range(start, stop)
-        start = stop

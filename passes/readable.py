@@ -6,6 +6,7 @@ needs.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def _class(
     owner = graph.owning_module
     fields = []
     for target in dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")):
-        value = _attribute(owner, target)
+        value = operator.attrgetter(target)(owner)
         if isinstance(value, fx.GraphModule):
             inner = f"{name}_{target.replace('.', '_')}"
             _class(inner, value.graph, imports, classes, constants)
@@ -68,12 +69,6 @@ def _class(
     body = _indented(_with_shapes(code.src, graph))
     attributes = "".join(f"    {field}\n" for field in fields)
     classes.append(f"class {name}(torch.nn.Module):\n{attributes}{body}".rstrip())
-
-
-def _attribute(owner: Any, target: str) -> Any:
-    for part in target.split("."):
-        owner = getattr(owner, part)
-    return owner
 
 
 def _import(name: str, value: Any) -> str:

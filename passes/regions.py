@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.quantize import MULTIPLIED
 
 from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
-from .roles import MARK, REGION
+from .roles import MARK, REGION, attribute_of
 
 __all__ = ["LEAST", "RegionBody", "outline"]
 
@@ -188,16 +188,9 @@ def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
     """Yield the graphs that an operator takes, such as the body of a checkpoint."""
     for source in node.all_input_nodes if node.op == "call_function" else ():
         if source.op == "get_attr":
-            value = _attribute(source)
+            value = attribute_of(source)
             if isinstance(value, fx.GraphModule):
                 yield value
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _runs(graph: fx.Graph, units: Mapping[str, str]) -> Iterator[_Run]:
@@ -344,7 +337,7 @@ def _plain(value: Any, names: Mapping[fx.Node, Any]) -> Any:
         if value in names:
             return names[value]
         if value.op == "get_attr":
-            return _of_attribute(_attribute(value))
+            return _of_attribute(attribute_of(value))
         return "around", value.name
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_plain(item, names) for item in value)
@@ -430,7 +423,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         if source in operands:
             return operands[source].pop() if source in run.repeated else operands[source][0]
         if source.op == "get_attr" and source not in values:
-            copied = _attribute(source)
+            copied = attribute_of(source)
             if isinstance(copied, fx.GraphModule):
                 copied = compat.copy_graph_module(copied)
             setattr(made, str(source.target).replace(".", "_"), copied)

@@ -38,7 +38,7 @@ from mfsdp_compile.runtime import compat, quantize
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
-from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, region_calls
+from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, attribute_of, region_calls
 
 __all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "body_of", "erase_markers", "hand_out", "parts_of", "split_scales"]
 
@@ -192,7 +192,7 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
             user.graph.erase_node(user)
             continue
         bodies = [body for argument in user.args if (body := body_of(argument)) is not None]
-        inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
+        inputs = list(bodies[0].graph.find_nodes(op="placeholder")) if len(bodies) == 1 else []
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
                 f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of "
@@ -215,14 +215,8 @@ def body_of(argument: Any) -> fx.GraphModule | None:
     """Return the graph that an argument of an operator is, such as the body of a checkpoint."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return None
-    value: Any = argument.graph.owning_module
-    for part in str(argument.target).split("."):
-        value = getattr(value, part, None)
+    value = attribute_of(argument)
     return value if isinstance(value, fx.GraphModule) else None
-
-
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def erase_markers(gm: fx.GraphModule) -> int:

@@ -221,7 +221,7 @@ def prepare(
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(NodeKind.SHELL, buckets.index(home.bucket), home.index))
-    dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
+    dumps = GraphFolder.from_environment(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
@@ -321,24 +321,13 @@ def _compile_inner(
     gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.CompileRecord | None
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if record is not None:
-            user_outputs: int = kwargs["num_fwd_outputs"]
-            if pipeline.needs_decisions(record):
-                # What stays gathered must be decided before the partition, but depends on the graphs that the partition
-                # makes. So a copy is partitioned first.
-                trial = compat.copy_graph_module(joint)
-                pipeline.tag_for_trial(trial.graph, record)
-                graphs = compat.min_cut_partition(trial, joint_inputs, distinct=roles.DISTINCT, **kwargs)
-                phases = (Phase.FORWARD, Phase.BACKWARD)
-                pipeline.offload_saved_on_trial(graphs[0].graph, graphs[1].graph, record, user_outputs)
-                pipeline.decide(
-                    {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
-                )
-            pipeline.prepare_joint(joint.graph, record, user_outputs)
-        forward, backward = compat.min_cut_partition(joint, joint_inputs, distinct=roles.DISTINCT, **kwargs)
-        if record is not None:
-            pipeline.keep_portions(forward.graph, backward.graph, record)
-            pipeline.offload_saved(forward.graph, backward.graph, record)
+        def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return compat.min_cut_partition(joint, joint_inputs, distinct=roles.DISTINCT, **kwargs)
+
+        user_outputs: int = kwargs["num_fwd_outputs"]
+        forward, backward = (
+            pipeline.partitioned(joint, record, user_outputs, in_two) if record is not None else in_two(joint)
+        )
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)
         return forward, backward

@@ -45,7 +45,7 @@ class GraphFolder:
         self._counts: dict[str, int] = {}
 
     @staticmethod
-    def wanted(subject: str) -> GraphFolder | None:
+    def from_environment(subject: str) -> GraphFolder | None:
         """Create a folder if ``MFSDP_DEBUG_DIR`` is set, otherwise return None."""
         folder = os.environ.get("MFSDP_DEBUG_DIR")
         if not folder:

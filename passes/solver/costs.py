@@ -122,7 +122,7 @@ class CostModel:
         # For each parameter, or with mxfp8 for the shard: absolute values, maxima, scaling, cast.
         kernels = 4 * (1 if info.exchange.scaling == quantize.MX else len(info.layout.slots))
         if info.exchange.scaling == quantize.NVFP4:
-            # For each parameter maxima of matrices, and two kernels with their scales. For the shard absolute values and
+            # For each parameter maxima of matrices, and two kernels with their scales. For the shard absolute values,
             # maxima of blocks, scaling, seven comparisons of floats and sums of bytes, bytes for signs and pairs.
             moved += info.layout.shard_numel * (4 * info.main_dtype.itemsize + 7 * (4 + 4) + 10)
             kernels += 30

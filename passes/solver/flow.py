@@ -240,7 +240,9 @@ class _Reader:
             context = region_of(graph)
             assert context is not None
             roles.assign(graph)
-            operands = {n.name: Storage(value_bytes(n), Category.SAVED, -1, None) for n in _placeholders(graph)}
+            operands = {
+                n.name: Storage(value_bytes(n), Category.SAVED, -1, None) for n in graph.find_nodes(op="placeholder")
+            }
             self.regions[graph] = flow_of(graph, context, self.costs, saved=operands)
         return self.regions[graph]
 
@@ -268,7 +270,7 @@ class _Reader:
         """Account for the memory that a region needs beyond its operands and results."""
         for call in roles.region_calls(self.graph):
             place, graph = self.place[call], roles.body_of(call).graph
-            names = [node.name for node in _placeholders(graph)]
+            names = [node.name for node in graph.find_nodes(op="placeholder")]
             operands = {
                 name: sum(storage.bytes for storage in self.roots[operand] if storage.end == place)
                 for name, operand in zip(names, call.args[2:], strict=True)
@@ -332,7 +334,7 @@ class _Reader:
             size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
         role = role_of(node)
         kind = role.kind if role is not None else None
-        category = _CATEGORIES.get(kind, Category.TEMPORARY) if kind is not None else Category.TEMPORARY
+        category = _CATEGORIES.get(kind, Category.TEMPORARY)  # type: ignore[arg-type]
         bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
         if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
             category, bucket = Category.GRADIENTS, kernel.finishes
@@ -475,14 +477,9 @@ class _Reader:
             copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
             for stage, (start, wait) in enumerate(reduction.stages):
                 collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
-                ready = max(
-                    place[node] for node in reduction.pack.all_input_nodes
-                )  # includes views, because the reduction starts after them
+                # Includes views, because the reduction starts after them.
+                ready = max(place[node] for node in reduction.pack.all_input_nodes)
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.find_nodes(op="placeholder"))
 
 
 def _peak(flow: Flow, kept: set[str]) -> int:
@@ -525,14 +522,6 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
     return Collective("reduce", bucket, stage, before, costs.reduction(info, stage), info.exchange.groups[stage])
 
 
-_CATEGORIES = {
-    NodeKind.FETCH: Category.GATHERED,
-    NodeKind.CAST: Category.GATHERED,
-    NodeKind.START_GATHER: Category.GATHERED,
-    NodeKind.GATHERED: Category.GATHERED,
-    NodeKind.PORTION: Category.GATHERED,
-    NodeKind.PACK: Category.GRADIENTS,
-    NodeKind.START_REDUCE: Category.GRADIENTS,
-    NodeKind.REDUCED: Category.GRADIENTS,
-    NodeKind.OFFLOAD: Category.GRADIENTS,
-}
+_CATEGORIES = dict.fromkeys(
+    (NodeKind.FETCH, NodeKind.CAST, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.PORTION), Category.GATHERED
+) | dict.fromkeys((NodeKind.PACK, NodeKind.START_REDUCE, NodeKind.REDUCED, NodeKind.OFFLOAD), Category.GRADIENTS)

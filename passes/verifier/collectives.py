@@ -70,9 +70,7 @@ def _group(size: Any, name: Any) -> str:
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes of the graph that an attribute holds, if it holds one, and of the graphs inside it."""
-    body: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        body = getattr(body, part, None)
+    body = roles.attribute_of(node)
     if isinstance(body, fx.GraphModule):
         for inner in body.graph.nodes:
             yield inner

@@ -54,8 +54,8 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/schedule.py",
         "gathers of one unit start apart",
-        "        if groups and context.buckets[groups[-1][-1].bucket].unit == unit:",
-        "        if False:",
+        "key=lambda g: context.buckets[g.bucket].unit)",
+        "key=lambda g: g.bucket)",
         PASSES,
     ),
     Mutant(
