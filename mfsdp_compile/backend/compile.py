@@ -82,9 +82,9 @@ def mfsdp(
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
     refused: dict[str, str] = {}
     with (
-        _telling_models(buckets),
+        _reporting_errors(buckets),
         compat.without_collection(),
-        progress.working(_work(buckets, served), chosen.progress),
+        progress.working(_described(buckets, served), chosen.progress),
     ):
         while True:
             progress.step("passes and AOTAutograd")
@@ -119,7 +119,7 @@ def mfsdp(
         for owner in owners:
             owner.forget_old_code()
         graphs = GraphRun(backwards, str(chosen))
-        with _telling_models(buckets):
+        with _reporting_errors(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
                     stack.enter_context(owner.eager.for_compiled_code())
@@ -155,7 +155,7 @@ def _dynamo_ends(_: Any) -> None:
 compat.on_compilation(_dynamo_begins, _dynamo_ends)
 
 
-def _work(buckets: Sequence[Bucket], served: bool) -> str:
+def _described(buckets: Sequence[Bucket], served: bool) -> str:
     """Return what is compiled, in words."""
     owners = models_of(buckets)
     names = " and ".join(dict.fromkeys(type(owner.module).__name__ for owner in owners))
@@ -167,7 +167,7 @@ def _work(buckets: Sequence[Bucket], served: bool) -> str:
 
 
 @contextlib.contextmanager
-def _telling_models(buckets: Sequence[Bucket]) -> Iterator[None]:
+def _reporting_errors(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank."""
     try:
         yield

@@ -68,7 +68,7 @@ class GraphFolder:
         self._counts[kind] += 1
         name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
-        lines = _told(report) if report is not None else []
+        lines = _lines_of(report) if report is not None else []
         if phase is None and report is None:  # only the built-in passes use markers; parameters are whole here
             marked = compat.copy_graph_module(graph.owning_module)
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
@@ -82,7 +82,7 @@ class GraphFolder:
             file.write("\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""]))
 
 
-def _told(report: Report) -> list[str]:
+def _lines_of(report: Report) -> list[str]:
     lines = [f"{report.name}, {report.seconds * 1e3:.1f} ms", *(f"    {line}" for line in report.lines)]
     if report.changes:
         lines += ["Schedule:", *(f"    {line}" for line in report.changes)]

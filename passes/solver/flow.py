@@ -199,7 +199,7 @@ class _Reader:
         self.user_outputs, self.before = user_outputs, saved
         self.place = {node: float(i) for i, node in enumerate(graph.nodes)}
         self.kernels = kernels(graph, costs.fused)
-        self.nowhere = inlined(graph) if costs.fused else set()
+        self.unstored = inlined(graph) if costs.fused else set()
         self.regions: dict[fx.Graph, Flow] = {}
         self.kernels = [self._with_flops(kernel) for kernel in self.kernels]
         self.kernel_of: dict[fx.Node, Kernel] = {}
@@ -215,7 +215,7 @@ class _Reader:
         for node in self.graph.nodes:
             self.roots[node] = self._roots(node)
             if self.costs.fused and node.target in _CONVOLUTIONS:
-                self._lay_out_anew(node)
+                self._copy_to_channels_last(node)
         self._end_lives()
         self._work_in_regions()
         if self.costs.fused:
@@ -338,7 +338,7 @@ class _Reader:
         bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
         if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
             category, bucket = Category.GRADIENTS, kernel.finishes
-        if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_stored_nowhere(node)):
+        if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_unstored(node)):
             size = 0
         if node.target is roles.OFFLOAD_SAVED:  # in host memory
             size = 0
@@ -355,7 +355,7 @@ class _Reader:
         """Whether a value is in a communication buffer, which exists all the time."""
         return node.target is roles.GATHER_INTO_BUFFER or (node.target is _PACK and any(node.args[4:5]))
 
-    def _lay_out_anew(self, node: fx.Node) -> None:
+    def _copy_to_channels_last(self, node: fx.Node) -> None:
         """Account for the copies that Inductor makes for channels-last convolutions.
 
         The model's inputs and the gathered weights have another layout. Weights are copied at each use. An input is
@@ -372,14 +372,14 @@ class _Reader:
         if source.op == "placeholder" and not self.roots[source] and _wants_channels_last(image.meta["val"]):
             self.roots[source] = [self._allocate(node, image.meta["val"])]
 
-    def _is_stored_nowhere(self, node: fx.Node) -> bool:
+    def _is_unstored(self, node: fx.Node) -> bool:
         """Whether a value needs no storage of its own.
 
         That holds for values inside a fused kernel, for constants that fused kernels recompute, and for gradients
         computed in the packed bucket.
         """
         kernel = self.kernel_of.get(node)
-        if (kernel is not None and node in kernel.inner) or node in self.nowhere:
+        if (kernel is not None and node in kernel.inner) or node in self.unstored:
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 

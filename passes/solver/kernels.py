@@ -72,11 +72,11 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     regions: list[list[fx.Node]] = []
     sums: list[str | None] = []  # axis that each region's reductions sum over
     count = 0
-    nowhere = inlined(graph) if fused else set()
+    unstored = inlined(graph) if fused else set()
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
         barrier[node] = before
-        if (not is_compute(node) and not _is_of_model(node)) or node in nowhere:
+        if (not is_compute(node) and not _is_of_model(node)) or node in unstored:
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in map(origin, node.all_input_nodes) if s in region_of]
@@ -99,8 +99,8 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             continue
         count += 1
         barrier[node] = count
-        found.append(_kernel([node], nowhere))
-    found += [_kernel(region, nowhere) for region in regions]
+        found.append(_kernel([node], unstored))
+    found += [_kernel(region, unstored) for region in regions]
     order = {node: float(position) for position, node in enumerate(graph.nodes)}
     finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
     placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
@@ -221,7 +221,7 @@ def _collective(node: fx.Node) -> tuple[str, int, str]:
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
+def _kernel(nodes: Sequence[fx.Node], unstored: set[fx.Node]) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
     if roles.is_region_call(nodes[0]):
@@ -231,7 +231,7 @@ def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
     own = set(nodes)
     read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
-        if (whole := origin(source)) not in own and whole not in nowhere:
+        if (whole := origin(source)) not in own and whole not in unstored:
             # A value is read once even through two views.
             read[whole] = min(read.get(whole, 0) + value_bytes(source), value_bytes(whole))
     size = sum(read.values())

@@ -337,8 +337,8 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/solver/simulate.py",
         "nothing is exposed",
-        "        exposure.exposed = self.stand_still(stage, unit, end)",
-        "        self.stand_still(stage, unit, end)",
+        "        exposure.exposed = self.idle_until(stage, unit, end)",
+        "        self.idle_until(stage, unit, end)",
         SIMULATE,
     ),
     Mutant(
