@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
+    from .runtime.geometry.topology import ShardingStrategy
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
-    from .runtime.precision import MixedPrecisionPolicy
-    from .runtime.topology import ShardingStrategy
+    from .runtime.plan.precision import MixedPrecisionPolicy
     from .wrapper import MegatronFSDP
 
 _PLACES = {
@@ -43,10 +43,10 @@ _PLACES = {
     "FSDPDistributedIndex": "distributed_index",
     "FullyShardedDataParallel": "megatron",
     "MegatronFSDP": "wrapper",
-    "MixedPrecisionPolicy": "runtime.precision",
+    "MixedPrecisionPolicy": "runtime.plan.precision",
     "OptimizerOffloadPolicy": "runtime.plan.offload",
     "ScheduleError": "passes.verifier.verify",
-    "ShardingStrategy": "runtime.topology",
+    "ShardingStrategy": "runtime.geometry.topology",
     "capture_step": "cuda_graphs",
     "explain": "diagnostics.explain",
     "fully_shard": "api",
