@@ -13,7 +13,7 @@ if elsewhere() is not None:
     # This is a checkout that is imported in place: the package is not installed, or the installed one is an editable
     # installation of another checkout, which would supply its ``passes`` and ``runtime`` to this package. The right
     # ones are next to this folder, where pyproject.toml maps them from.
-    if (CHECKOUT / "runtime" / "layout.py").is_file():
+    if (CHECKOUT / "runtime" / "owner.py").is_file():
         __path__.append(str(CHECKOUT))
     if (_other := elsewhere()) is not None:
         raise ImportError(
