@@ -596,6 +596,10 @@ class Bucket(Owned[BucketOwner]):
         shapes = [slot.shape for slot in self.plan.layout.slots]
         return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
 
+    def quantized_view(self, full: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Return data and scales of a parameter in the gathered bucket, or in a plane of it."""
+        return self.whole_view(full, index).view(quantize.DTYPE), self.scale_of(index, full)
+
     def dequantized(self, gathered: Tensor) -> Tensor:
         """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
         assert self.scales is not None

@@ -540,7 +540,7 @@ RUNTIME = (
         ("integrations/test_torchao.py -k scales_are_those",),
     ),
     Mutant(
-        "runtime/eager/engine.py",
+        "runtime/eager/saved_tensors.py",
         "weights that a tensor wraps stay gathered until backward",
         "            if not any(map(self._lies_in_a_bucket, inside.values())):",
         "            if True:",
