@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
-from mfsdp_compile.runtime.model import models_of
+from mfsdp_compile.runtime.model.sharded_model import models_of
 
 __all__ = ["GraphArguments", "beside_shard", "like_served"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mfsdp_compile.passes.context import BucketInfo
-from mfsdp_compile.runtime.memory.bucket import BucketPlan
-from mfsdp_compile.runtime.topology import Topology
+from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
+from mfsdp_compile.runtime.geometry.topology import Topology
 
 __all__ = ["bucket_info", "region_info", "served_info"]
 

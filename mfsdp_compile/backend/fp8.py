@@ -9,7 +9,7 @@ import torch
 from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Bucket
-from mfsdp_compile.runtime.model import models_of
+from mfsdp_compile.runtime.model.sharded_model import models_of
 
 from .options import CompileOptions
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mfsdp_compile.runtime import quantize
-from mfsdp_compile.runtime.exchange import stride_of
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.exchange import stride_of
 
 from ..context import BucketInfo
 from .hardware import Hardware

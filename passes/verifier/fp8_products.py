@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
+from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
 
 from .. import roles
 from ..context import NodeKind, role_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.exchange import When
+from mfsdp_compile.runtime.geometry.exchange import When
 
 from .. import roles
 from ..context import role_of

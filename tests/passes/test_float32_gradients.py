@@ -27,7 +27,7 @@ from mfsdp_compile.passes.context import BucketInfo, Context, Report
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
-from mfsdp_compile.runtime.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
