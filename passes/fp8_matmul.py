@@ -4,8 +4,8 @@ Before                                              After
     q = mfsdp.unshard(L_q_weight)                       q = mfsdp.unshard(L_q_weight)
     linear = F.linear(x, q, bias)                       fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
 
-The operator is composite; see :mod:`mfsdp_compile.runtime.formats.fp8_linear`. In the joint graph it is quantizations and
-products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what
+The operator is composite; see :mod:`mfsdp_compile.runtime.formats.fp8_linear`. In the joint graph it is quantizations
+and products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what
 computes them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be
 saved.
 

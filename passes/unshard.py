@@ -10,8 +10,8 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 
 ``torch.cond`` and other operators with bodies refuse operands that share memory, so they get copies.
 
-A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values: an
-anchor, data and a scale.
+A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values:
+an anchor, data and a scale.
 
     parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
     anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
