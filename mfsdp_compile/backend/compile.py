@@ -45,7 +45,7 @@ from .fp8 import fp8_candidates, fp8_matmul
 from .lowerings import register_lowerings
 from .options import CompileOptions
 from .rank_meeting import RankMeeting
-from .regions import trace
+from .region_graphs import trace
 
 __all__ = ["find_shells", "mfsdp", "prepare"]
 

@@ -49,8 +49,8 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
             yield from _dequantized(found, wait, launch.bucket, quantized and info.exchange.dequantizes)
     for portion in found.portions:
         if portion.whole is None or portion.whole.bucket != portion.bucket:
-            of = repr(found.info(portion.whole.bucket).name) if portion.whole is not None else "no gathered bucket"
-            yield f"its portion {portion.node} is one of {of}", portion.node, portion.bucket
+            other = repr(found.info(portion.whole.bucket).name) if portion.whole is not None else "no gathered bucket"
+            yield f"its portion {portion.node} is one of {other}", portion.node, portion.bucket
     if contract is not None and found.phase is Phase.FORWARD:
         saved = {portion.bucket for portion in found.portions if portion.node in found.outputs}
         for bucket in contract.portions - saved:
@@ -78,11 +78,11 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
             yield f"gradients are packed into {got}, not {expected} (elements, dtype)", pack, reduction.bucket
     for call in roles.region_calls(found.graph):
         for bucket, operand in whole_operands(call):
-            whole = found.whole_of.get(operand)
-            if whole is not None and whole.bucket != bucket:
-                yield f"{call} reads {found.info(whole.bucket).name!r} in its place", call, bucket
-            elif whole is not None and (value := tensor_of(operand)) is not None:
-                if operand not in whole.aliases and operand is not whole.node:
+            of = found.whole_of.get(operand)
+            if of is not None and of.bucket != bucket:
+                yield f"{call} reads {found.info(of.bucket).name!r} in its place", call, bucket
+            elif of is not None and (value := tensor_of(operand)) is not None:
+                if operand not in of.aliases and operand is not of.node:
                     yield f"{call} reads a copy of it, {operand}", call, bucket
                 elif value.numel() != found.info(bucket).layout.numel:
                     yield f"{call} reads only {operand}", call, bucket
