@@ -46,9 +46,9 @@ from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
 from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from .context import Context, NodeKind, Report, role_of
-from .roles import FP8
+from .roles import FP8, nested_graph
 from .solver.costs import CostModel
-from .unshard import PLAIN_MARKERS, body_of
+from .unshard import PLAIN_MARKERS
 
 __all__ = ["Fp8Matmul", "apply"]
 
@@ -145,7 +145,7 @@ def _readers(graph: fx.Graph, shells: Mapping[fx.Node, tuple[int, int]]) -> Iter
     """Yield what reads parameters, here and in nested graphs, each with the bucket."""
     for shell, (bucket, _) in shells.items():
         for user in shell.users:
-            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := body_of(argument)) is not None]
+            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := nested_graph(argument)) is not None]
             if user.target in PLAIN_MARKERS:
                 yield from ((reader, bucket) for reader in user.users)
             elif len(bodies) != 1:
@@ -183,7 +183,7 @@ def _linears(
             is_marker = isinstance(weight, fx.Node) and weight.target in PLAIN_MARKERS
             yield node, shells.get(weight.args[0]) if is_marker else None  # type: ignore[union-attr, arg-type]
         for position, argument in enumerate(node.args):
-            body = body_of(argument)
+            body = nested_graph(argument)
             if body is not None:
                 yield from _linears(body.graph, _inputs(body, node.args[position + 1 :], shells))
                 body.recompile()

@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
-from .roles import MARK, REGION, attribute_of
+from .roles import MARK, REGION, attribute_of, nested_graph
 
 __all__ = ["LEAST", "RegionBody", "outline"]
 
@@ -184,13 +184,10 @@ def _units_of(graph: fx.Graph, units: Mapping[str, str]) -> dict[fx.Node, str | 
     return found
 
 
-def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Yield the graphs that an operator takes, such as the body of a checkpoint."""
-    for source in node.all_input_nodes if node.op == "call_function" else ():
-        if source.op == "get_attr":
-            value = attribute_of(source)
-            if isinstance(value, fx.GraphModule):
-                yield value
+def _nested(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that an operator takes, such as the body of a checkpoint."""
+    found = map(nested_graph, node.all_input_nodes if node.op == "call_function" else ())
+    return [body for body in found if body is not None]
 
 
 def _runs(graph: fx.Graph, units: Mapping[str, str]) -> Iterator[_Run]:

@@ -65,6 +65,7 @@ __all__ = [
     "is_packed",
     "is_region_call",
     "is_view",
+    "nested_graph",
     "pack_inside",
     "packs",
     "reads_whole",
@@ -186,6 +187,12 @@ def attribute_of(node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
     return value
+
+
+def nested_graph(argument: Any) -> fx.GraphModule | None:
+    """Return the graph that an argument of an operator is, such as the body of a checkpoint; None for other arguments."""
+    value = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else None
 
 
 def dependencies(graph: fx.Graph, known: dict[fx.Node, int]) -> dict[fx.Node, int]:

@@ -39,9 +39,9 @@ from mfsdp_compile.runtime.formats import quantize
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
-from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, attribute_of, region_calls
+from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, nested_graph, region_calls
 
-__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "body_of", "erase_markers", "hand_out", "parts_of", "split_scales"]
+__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "erase_markers", "hand_out", "parts_of", "split_scales"]
 
 PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
@@ -192,7 +192,7 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
                 user.graph.erase_node(item)
             user.graph.erase_node(user)
             continue
-        bodies = [body for argument in user.args if (body := body_of(argument)) is not None]
+        bodies = [body for argument in user.args if (body := nested_graph(argument)) is not None]
         inputs = list(bodies[0].graph.find_nodes(op="placeholder")) if len(bodies) == 1 else []
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
@@ -210,14 +210,6 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
         bodies[0].recompile()
         expanded = [part for operand in operands for part in (parts if operand is shell else (operand,))]
         user.args = (*user.args[: -len(inputs)], *expanded)
-
-
-def body_of(argument: Any) -> fx.GraphModule | None:
-    """Return the graph that an argument of an operator is, such as the body of a checkpoint."""
-    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        return None
-    value = attribute_of(argument)
-    return value if isinstance(value, fx.GraphModule) else None
 
 
 def erase_markers(gm: fx.GraphModule) -> int:

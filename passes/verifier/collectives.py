@@ -70,8 +70,7 @@ def _group(size: Any, name: Any) -> str:
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes of the graph that an attribute holds, if it holds one, and of the graphs inside it."""
-    body = roles.attribute_of(node)
-    if isinstance(body, fx.GraphModule):
+    if (body := roles.nested_graph(node)) is not None:
         for inner in body.graph.nodes:
             yield inner
             if inner.op == "get_attr":
