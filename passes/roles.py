@@ -190,7 +190,7 @@ def attribute_of(node: fx.Node) -> Any:
 
 
 def nested_graph(argument: Any) -> fx.GraphModule | None:
-    """Return the graph that an argument of an operator is, such as the body of a checkpoint; None for other arguments."""
+    """Return the graph that an argument of an operator is, such as a checkpoint's body; None for other arguments."""
     value = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
     return value if isinstance(value, fx.GraphModule) else None
 
