@@ -7,6 +7,7 @@ needs.
 from __future__ import annotations
 
 import operator
+import textwrap
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,7 +67,7 @@ def _class(
         graph.set_codegen(codegen)
     for global_name, value in code.globals.items():
         imports[_import(global_name, value)] = None
-    body = _indented(_with_shapes(code.src, graph))
+    body = textwrap.indent(_with_shapes(code.src, graph), "    ")
     attributes = "".join(f"    {field}\n" for field in fields)
     classes.append(f"class {name}(torch.nn.Module):\n{attributes}{body}".rstrip())
 
@@ -98,7 +99,3 @@ def _described(meta: Mapping[str, Any]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, strides {list(value.stride())}"
     return "not known" if value is None else f"{type(value).__name__} {value}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" if line.strip() else "" for line in text.split("\n"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ class GraphFolder:
             self._counts[kind] = 0  # compiled again
         number = self._counts[kind]
         self._counts[kind] += 1
-        name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
+        name = f"{kind}-{number}-{re.sub(r'[^\w-]', '_', report.name)}" if report is not None else f"{kind}-{number}"
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
         lines = _lines_of(report) if report is not None else []
         if phase is None and report is None:  # only the built-in passes use markers; parameters are whole here
@@ -87,7 +88,3 @@ def _lines_of(report: Report) -> list[str]:
     if report.changes:
         lines += ["Schedule:", *(f"    {line}" for line in report.changes)]
     return lines
-
-
-def _as_file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)

@@ -236,9 +236,6 @@ class StepOutlines:
             before[copies.start].append(StartCopy(copies))
             before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
-        return self._joined(phase, before, after)
-
-    def _joined(self, phase: Phase, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
         events: list[Event] = []
         for first, segment, last in zip(before, self._segments[phase], after, strict=False):
             events += first
