@@ -16,6 +16,7 @@ not test for strategies by name.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -184,20 +185,20 @@ class Topology:
             )
         return replace(self, accumulation=accumulation)
 
-    @property
+    @functools.cached_property
     def is_hfsdp(self) -> bool:
         return self.outer is not None and self.outer_strategy is not ShardingStrategy.NO_SHARD
 
     # -- parameters, gradients and optimizer state at rest ------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def shards(self) -> int:
         """Number of shards that a bucket is cut into, at rest."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return 1
         return self.every.size if self.is_hfsdp else self.inner.size
 
-    @property
+    @functools.cached_property
     def shard(self) -> int:
         """Number of the shard that this rank holds.
 
@@ -218,7 +219,7 @@ class Topology:
             return (inner,)
         return (compat.EVERY_ROW if self.is_hfsdp else Replicate(), inner)
 
-    @property
+    @functools.cached_property
     def shard_groups(self) -> tuple[Group, ...]:
         """Groups to gather over, one after the other, to assemble the shards."""
         if self.strategy is ShardingStrategy.NO_SHARD:
@@ -226,14 +227,14 @@ class Topology:
         groups = (self.outer, self.inner) if self.is_hfsdp else (self.inner,)
         return tuple(group for group in groups if group is not None and group.size > 1)
 
-    @property
+    @functools.cached_property
     def replicas(self) -> Group | None:
         """Ranks that hold the same shard; None if no two do."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return self.every
         return None if self.is_hfsdp or self.outer is None or self.outer.size == 1 else self.outer
 
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
         """Whether this rank shares its parameters with no other one, and leaves out collectives.
 
@@ -243,7 +244,7 @@ class Topology:
 
     # -- parameters in use --------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def resident_group(self) -> Group | None:
         """Group to gather over once after each change of the shards; None: only shards stay between uses."""
         if self.is_hfsdp:
@@ -252,19 +253,19 @@ class Topology:
             return self.inner_gathers or self.inner
         return None
 
-    @property
+    @functools.cached_property
     def releases_resident(self) -> bool:
         """Whether tensors that stay gathered between uses are released at the end of each step."""
         return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.accumulation.keeps_gathered
 
-    @property
+    @functools.cached_property
     def gather_group(self) -> Group | None:
         """Group to gather over at each use."""
         if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident or self.is_alone:
             return None
         return self.inner_gathers or self.inner
 
-    @property
+    @functools.cached_property
     def gathers_shards(self) -> bool:
         """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
         return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp and not self.is_alone
@@ -307,7 +308,7 @@ class Topology:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def stages(self) -> tuple[ReductionStage, ...]:
         """The stages of a bucket's reduction, one collective each, in order."""
         if self.strategy is ShardingStrategy.NO_SHARD:
