@@ -458,7 +458,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/plan/communicators.py",
         "settings for reductions go to a part of the ranks that no_shard reduces over",
-        "return topology.every if topology.strategy is ShardingStrategy.NO_SHARD else topology.inner",
+        "return topology.inner if topology.over_inner.shards else topology.every",
         "return topology.inner",
         ("runtime/test_communicators.py -k test_gradients_of_no_shard",),
     ),
