@@ -67,7 +67,7 @@ class GraphFolder:
             self._counts[kind] = 0  # compiled again
         number = self._counts[kind]
         self._counts[kind] += 1
-        name = f"{kind}-{number}-{re.sub(r'[^\w-]', '_', report.name)}" if report is not None else f"{kind}-{number}"
+        name = f"{kind}-{number}" + (re.sub(r"[^\w-]", "_", f"-{report.name}") if report is not None else "")
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
         lines = _lines_of(report) if report is not None else []
         if phase is None and report is None:  # only the built-in passes use markers; parameters are whole here
