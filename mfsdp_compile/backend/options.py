@@ -90,6 +90,11 @@ class CompileOptions:
         """Whether anything is asked of graphs that needs their gathers and reductions to be inside."""
         return self.schedule != SchedulePolicy() or self.text is not None or self.report or bool(self.passes)
 
+    @staticmethod
+    def names() -> set[str]:
+        """Return the names of all options."""
+        return {f.name for f in (*fields(CompileOptions), *fields(SchedulePolicy))} - {"text"}
+
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
@@ -139,9 +144,8 @@ class CompileOptions:
             _hardware(given.get("hardware")),
             _optimizer(given.get("optimizer", "adamw")),
         )
-        names = {f.name for f in fields(CompileOptions)} - {"schedule", "text"}
-        if unknown := [name for name in given if name not in names]:
-            known = sorted({f.name for f in fields(SchedulePolicy)} | names | {"schedule"})
+        known = sorted(CompileOptions.names())
+        if unknown := [name for name in given if name not in known]:
             raise ValueError(
                 f"The mfsdp backend has no option {', '.join(map(repr, unknown))}; it has {known}."
                 f"{did_you_mean(unknown[0], known)}"

@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
-from mfsdp_compile.backend.options import _OTHERS, CompileOptions
+from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.fsdp2 import _REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
 from mfsdp_compile.passes.policy import SchedulePolicy
@@ -137,7 +137,7 @@ def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MFSDP_VERIFY", raising=False)
     told = rows("options.md", "options", marker="table")
     policy = {field.name: field.default for field in dataclasses.fields(SchedulePolicy)}
-    assert set(told) == _OTHERS | policy.keys()
+    assert set(told) == CompileOptions.names()
     options = CompileOptions.of(None, None)
     defaults = policy | {name: getattr(options, name) for name in ("inner", "report", "float32_gradients", "verify")}
     for name, default in defaults.items():

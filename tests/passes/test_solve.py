@@ -638,7 +638,9 @@ def test_what_was_decided_comes_before_the_policy() -> None:
     ahead = Ahead(3, Why(Limit.NONE))
     decided = Decisions(gathers={Phase.FORWARD: {0: ahead}})
     assert decided.gather(Phase.FORWARD, [0], 1, plan.context.policy) is ahead
-    assert decided.gather(Phase.FORWARD, [1], 1, plan.context.policy).units == plan.context.policy.prefetch != ahead.units
+    assert (
+        decided.gather(Phase.FORWARD, [1], 1, plan.context.policy).units == plan.context.policy.prefetch != ahead.units
+    )
 
 
 @pytest.mark.usefixtures("fake_world")
