@@ -49,7 +49,8 @@ from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.bucket import is_homeless
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, note_values, recovery
+from mfsdp_compile.runtime.model import first_values, recovery
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.plan.references import tie_again
@@ -702,7 +703,7 @@ def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> 
     # The dimensions of tensor parallelism have values to compare, too.
     checks_later = not any(isinstance(param, DTensor) for param in root.parameters() if not is_homeless(param))
     if checks_later and all(request.check_values for request in requests):
-        note_values(param for param in root.parameters() if param not in ignored)
+        first_values.note(param for param in root.parameters() if param not in ignored)
     model = fully_shard_model(
         root,
         **_mesh(own),

@@ -15,7 +15,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
+from mfsdp_compile.runtime.model import recovery
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import name_of
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
