@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.redistribute import as_real
 from mfsdp_compile.runtime.ranks.agreement import everyones
 
-if TYPE_CHECKING:
-    from ..wrapper import MegatronFSDP
+from ..gradient_methods import GradientMethods
 
 __all__ = ["StepComparison", "compare_step", "unchanged"]
 
@@ -42,7 +41,7 @@ class StepComparison:
 
 
 def compare_step(
-    model: MegatronFSDP,
+    model: GradientMethods,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Mapping[str, Any] | None,
@@ -82,7 +81,7 @@ def compare_step(
 
 
 @contextlib.contextmanager
-def unchanged(model: MegatronFSDP) -> Iterator[None]:
+def unchanged(model: GradientMethods) -> Iterator[None]:
     """Restore gradients, buffers and random state on exit. Inside, there are no gradients."""
     buckets = model.sharded.buckets
     attached = [list(bucket.gradients) for bucket in buckets]
@@ -103,7 +102,11 @@ def unchanged(model: MegatronFSDP) -> Iterator[None]:
 
 
 def _tensors_of_step(
-    model: MegatronFSDP, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Callable[[Any], Tensor] | None
+    model: GradientMethods,
+    call: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
 ) -> dict[str, Tensor | None]:
     """Run one step, and return its tensors by name, in the order in which they are computed where that is known."""
     with model.sync():

@@ -44,7 +44,6 @@ CIRCLES = [
         "runtime.plan.units", "runtime.precision", "runtime.ranks.conduct", "runtime.ranks.graph_runs",
         "runtime.step_checks",
     },
-    {"api", "backend.verify_step", "megatron.direct", "wrapper"},
     {"runtime.eager.summon", "runtime.model", "runtime.recovery"},
     {"passes.context", "passes.decisions"},
 ]  # fmt: skip
