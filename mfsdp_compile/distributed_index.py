@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime.plan.meshes import build_topology, sub_mesh
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
-__all__ = ["FSDPDistributedIndex"]
+__all__ = ["FSDPDistributedIndex", "hybrid_arguments"]
 
 
 @dataclass(eq=False, repr=False)
@@ -141,3 +141,12 @@ class FSDPDistributedIndex:
                 "(outer_dp_sharding_strategy='optim')."
             )
         return inner.rank() * outer.size() + outer.rank()
+
+
+def hybrid_arguments(mesh: DeviceMesh, shard: str, outer: str) -> dict[str, Any]:
+    """Return arguments of ``fully_shard_model``: shard over one dimension of a mesh, and replicate over another. Collective.
+
+    The mesh may have more dimensions.
+    """
+    group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
+    return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}

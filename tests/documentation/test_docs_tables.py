@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import _OTHERS, CompileOptions
-from mfsdp_compile.fsdp2 import _REFUSED
+from mfsdp_compile.fsdp2.module import REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
 from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
@@ -129,7 +129,7 @@ def test_methods_of_fsdp2_that_are_refused() -> None:
         name: re.sub(r"^after torch [\d.]+: ", "", words)
         for name, words in rows("moving/fsdp2.md", "torch FSDPModule").items()
     }
-    assert {name for name, words in told.items() if words.startswith("refused")} == set(_REFUSED)
+    assert {name for name, words in told.items() if words.startswith("refused")} == set(REFUSED)
     assert not told.keys() - vars(fsdp2.FSDPModule).keys()
 
 
