@@ -38,6 +38,7 @@ from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimi
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
+from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.metrics import StepMetrics, StepRecord
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
@@ -137,12 +138,7 @@ class ShardingArguments:
             raise ValueError(f"replicas={self.replicas} does not divide the {world_size} ranks.")
         shape = (self.replicas, world_size // self.replicas)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
-        return {
-            "device_mesh": mesh,
-            "dp_shard_dim": "shard",
-            "dp_outer_dim": "replica",
-            "hybrid_fsdp_group": mesh["replica", "shard"]._flatten("replica_shard").get_group(),
-        }
+        return hybrid_arguments(mesh, "shard", "replica")
 
 
 class StepMetricsCallback(TrainerCallback):

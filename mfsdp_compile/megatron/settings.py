@@ -122,7 +122,19 @@ _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
-class Section:
+class Values:
+    """Base class of objects that are equal if their attributes are, and that show all of them."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class Section(Values):
     """Base class of the configurations here.
 
     Args:
@@ -151,14 +163,6 @@ class Section:
         """Settings that only the program reads, by name."""
         own = {of.name for of in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in vars(self).items() if name not in own}
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 _as_section = dataclass(init=False, eq=False, repr=False)

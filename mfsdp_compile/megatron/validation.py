@@ -24,6 +24,7 @@ from .settings import (
     TrainingConfig,
     TransformerConfig,
     Treatment,
+    Values,
     known,
     setting_of,
 )
@@ -68,7 +69,7 @@ _APPLIED_BY_BRIDGE = {
 """Sections of Megatron-Bridge that change others, and what to set in their place."""
 
 
-class ConfigContainer:
+class ConfigContainer(Values):
     """All settings, as in Megatron-Bridge.
 
     Args:
@@ -99,14 +100,6 @@ class ConfigContainer:
         self.scheduler = scheduler if scheduler is not None else SchedulerConfig()
         self.train = train if train is not None else TrainingConfig()
         vars(self).update(others)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConfigContainer) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"ConfigContainer({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @property
     def unread(self) -> list[str]:
@@ -343,14 +336,11 @@ def _adjust(settings: _Settings) -> None:
             True,
             "Megatron FSDP always shards optimizer state as parameters are",
         )
-    if settings["ddp.nccl_ub"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "nccl_ub needs it")
     if _captures(settings):
         settings.adjust("ddp.megatron_fsdp_cuda_graph_mode", True, "graphs of whole iterations need it")
-    if settings["ddp.megatron_fsdp_cuda_graph_mode"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_cuda_graph_mode needs it")
-    if settings["ddp.megatron_fsdp_max_pool_double_buffer"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_max_pool_double_buffer needs it")
+    for name in ("nccl_ub", "megatron_fsdp_cuda_graph_mode", "megatron_fsdp_max_pool_double_buffer"):
+        if settings[f"ddp.{name}"]:
+            settings.adjust("ddp.fsdp_double_buffer", True, f"{name} needs it")
     if settings["optimizer.use_precision_aware_optimizer"]:
         settings.adjust(
             "ddp.megatron_fsdp_use_decoupled_grad", True, "a precision-aware optimizer reads parameter.decoupled_grad"
