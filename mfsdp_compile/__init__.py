@@ -17,8 +17,8 @@ if elsewhere() is not None:
         __path__.append(str(CHECKOUT))
     if (_other := elsewhere()) is not None:
         raise ImportError(
-            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python "
-            f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
+            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and "
+            f"Python finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
         )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _PLACES = {
     "save_pretrained": "pretrained",
     "verify": "passes.verifier.verify",
 }
-"""Public names and the modules that define them, which are imported at their first use: the command line starts without torch."""
+"""Public names and the modules that define them, imported at first use: the command line starts without torch."""
 
 __all__ = [
     "Communication",

@@ -119,9 +119,9 @@ def fully_shard_model(
             in the order of ``module.modules()``, and each fills its own tensors with ``reset_parameters()`` or
             ``_reset_parameters()``. All ranks must have the same random seed; the values are those that one process
             draws.
-        mixed_precision_policy: Dtypes of parameters, gradients, inputs and outputs, as a :class:`MixedPrecisionPolicy` or
-            FSDP2's. The default keeps float32 shards. A mapping gives classes of modules policies of their own, as in
-            ``{torch.nn.LayerNorm: policy, None: other}``, with the policy of everything else under None. A module of
+        mixed_precision_policy: Dtypes of parameters, gradients, inputs and outputs, as a :class:`MixedPrecisionPolicy`
+            or FSDP2's. The default keeps float32 shards. A mapping gives classes of modules policies of their own, as
+            in ``{torch.nn.LayerNorm: policy, None: other}``, with the policy of everything else under None. A module of
             such a class, which may be a unit or not, casts what it gets and returns by its policy. Classes are given
             as in ``fsdp_unit_modules``; of several that fit, the most derived one decides.
         overlap_grad_reduce: Let reductions run while backward computes.
@@ -138,14 +138,15 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
-        keep_fp8_transpose_cache: For weights that layers of Transformer Engine get in fp8 (``quantized_model_init``), on devices
-            that need a transposed copy in backward: make it in forward, and keep it until then. It takes one byte per
-            element. By default, backward makes it, one weight at a time. Warns if there are no such weights.
-        nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors. Implies
-            ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
+        keep_fp8_transpose_cache: For weights that layers of Transformer Engine get in fp8 (``quantized_model_init``),
+            on devices that need a transposed copy in backward: make it in forward, and keep it until then. It takes one
+            byte per element. By default, backward makes it, one weight at a time. Warns if there are no such weights.
+        nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors.
+            Implies ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
         disable_symmetric_registration: With ``nccl_ub``: register local memory instead of symmetric windows, which NCCL
             has since 2.27. With symmetric memory, a buffer that is still referred to when it is its turn is an error.
-        fsdp_manual_registration: With ``nccl_ub``: register when :meth:`MegatronFSDP.manual_buffer_registration` is called.
+        fsdp_manual_registration: With ``nccl_ub``: register when :meth:`MegatronFSDP.manual_buffer_registration` is
+            called.
         fsdp_double_buffer: Gather into two buffers that stay, and pack gradients in two others, for each group of
             buckets of the same size and dtype. They are never overwritten while something refers to them; if both are
             in use, fresh memory is. Costs memory: twice the largest layer for gathers, and twice for gradients.
@@ -159,9 +160,9 @@ def fully_shard_model(
         disable_bucketing: Give each parameter a bucket of its own. A unit still starts all of its gathers together,
             but each parameter is awaited, and its gradient reduced, by itself. For comparisons, and for parameters that
             are large enough to be messages of their own.
-        cuda_graph_mode: Keep gradients, deferred sums and gathered parameters that last from step to step at one address,
-            as CUDA graphs need: for :func:`~mfsdp_compile.capture_step`, or ``torch.cuda.graph`` around forward and
-            backward. ``zero_grad`` then zeroes gradients where it would set them to None. Implies
+        cuda_graph_mode: Keep gradients, deferred sums and gathered parameters that last from step to step at one
+            address, as CUDA graphs need: for :func:`~mfsdp_compile.capture_step`, or ``torch.cuda.graph`` around
+            forward and backward. ``zero_grad`` then zeroes gradients where it would set them to None. Implies
             ``fsdp_double_buffer``. Costs memory: the gradients between ``zero_grad`` and the next backward.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
@@ -195,8 +196,8 @@ def fully_shard_model(
             experts; everything else is the same on all ranks. Gradients of experts are the mean over all data-parallel
             ranks, as in one process with all experts. Where tensor-parallel ranks divide everything else, a mesh of all
             n data-parallel times tensor-parallel ranks says that they divide experts too, and that each rank sends its
-            own tokens to them (sequence parallelism); a mesh of the data-parallel ranks, or one with the tensor-parallel
-            dimension, that they hold the same experts.
+            own tokens to them (sequence parallelism); a mesh of the data-parallel ranks, or one with the
+            tensor-parallel dimension, that they hold the same experts.
         hybrid_fsdp_expt_group: Process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and
             ``dp_shard_dim``. Required with ``dp_outer_dim``.
         expt_fsdp_group_ag: Like ``fsdp_group_ag``, for experts.
@@ -207,28 +208,28 @@ def fully_shard_model(
             module's own parameters and buffers have memory at that point; those of its submodules may already be
             sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialization`, or
             :class:`mfsdp_compile.integrations.huggingface_init.Pretrained` to load weights from a folder.
-        communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority, thread
-            blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass the
-            same. None: gathers have their own where NCCL runs them and that pays.
-        buffer_allocator: Called as ``buffer_allocator(numel, dtype, device)`` for each communication buffer, at its first
-            use; returns a contiguous tensor ``[numel]`` of memory that nothing else uses, at an address that is a
+        communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority,
+            thread blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass
+            the same. None: gathers have their own where NCCL runs them and that pays.
+        buffer_allocator: Called as ``buffer_allocator(numel, dtype, device)`` for each communication buffer, at its
+            first use; returns a contiguous tensor ``[numel]`` of memory that nothing else uses, at an address that is a
             multiple of 16 bytes. Anything else is an error in that step. Called again after a step that failed, and
             for copies of the model. Needs buffers (``fsdp_double_buffer``, ``maxpool_double_buffer``), and excludes
             ``nccl_ub``, whose buffers NCCL allocates. Memory that is used while all buffers are in use is torch's.
             None: torch allocates.
-        ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor compared
-            between ranks. Their gradients are this rank's own; reduce them yourself.
+        ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor
+            compared between ranks. Their gradients are this rank's own; reduce them yourself.
         reshard_after_forward: Whether parameters are released after forward and gathered again in backward. A number n
             of ranks, which divides the ranks that parameters are sharded over: each rank keeps one of n portions, and
-            backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from unit
-            modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
+            backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from
+            unit modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
             ``optim_grads_params``. The option of the same name of ``torch.compile`` goes before, if it is not True.
-        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``, for ``optim_grads_params``: shards, reduced gradients
-            and optimizer state are in host memory, and the optimizer steps on the CPU. A gather copies the shard to the
-            device first. :class:`OptimizerOffloadPolicy`, for all strategies: the same, but the device keeps what it
-            gathers, and gets it from the host once per optimizer step. None, or ``OffloadPolicy()``: everything is on the
-            device. A mapping from unit modules, or their classes, to such policies; ``module`` itself stands for
-            parameters in no unit.
+        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``, for ``optim_grads_params``: shards, reduced
+            gradients and optimizer state are in host memory, and the optimizer steps on the CPU. A gather copies the
+            shard to the device first. :class:`OptimizerOffloadPolicy`, for all strategies: the same, but the device
+            keeps what it gathers, and gets it from the host once per optimizer step. None, or ``OffloadPolicy()``:
+            everything is on the device. A mapping from unit modules, or their classes, to such policies; ``module``
+            itself stands for parameters in no unit.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.

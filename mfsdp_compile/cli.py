@@ -170,7 +170,8 @@ def _calibrate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--name", help="of the machine (default: that of FILE)")
     parser.add_argument(
         "--model",
-        help="measure products and attention in the shapes of this model, which mfsdp plan takes too (default: usual shapes)",
+        help="measure products and attention in the shapes of this model, which mfsdp plan takes too (default: usual "
+        "shapes)",
     )
     parser.add_argument("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
     parser.add_argument("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")

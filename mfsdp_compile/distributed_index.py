@@ -94,9 +94,9 @@ class FSDPDistributedIndex:
             return sub_mesh(mesh, names if len(names) > 1 else names[0])
         except (KeyError, RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"get_submesh: the device mesh has no dimensions {names}, it has {mesh.mesh_dim_names}. Pass the names that "
-                f"the model was sharded with: dp_shard_dim={self.dp_shard_dim!r}, dp_outer_dim={self.dp_outer_dim!r}, "
-                f"tp_dim={self.tp_dim!r}. ({error})"
+                f"get_submesh: the device mesh has no dimensions {names}, it has {mesh.mesh_dim_names}. Pass the names "
+                f"that the model was sharded with: dp_shard_dim={self.dp_shard_dim!r}, "
+                f"dp_outer_dim={self.dp_outer_dim!r}, tp_dim={self.tp_dim!r}. ({error})"
             ) from error
 
     def get_fsdp_group(
@@ -137,16 +137,13 @@ class FSDPDistributedIndex:
         inner, outer = self.get_fsdp_group(is_expert_parallel), self.get_outer_fsdp_group(is_expert_parallel)
         if not self.hsdp_outer_dp_shard or outer is None or inner is None:
             raise ValueError(
-                "get_logical_hybrid_fsdp_rank: outer ranks hold the same shards here. It numbers those of hsdp_outer_dp_shard=True "
-                "(outer_dp_sharding_strategy='optim')."
+                "get_logical_hybrid_fsdp_rank: outer ranks hold the same shards here. It numbers those of "
+                "hsdp_outer_dp_shard=True (outer_dp_sharding_strategy='optim')."
             )
         return inner.rank() * outer.size() + outer.rank()
 
 
 def hybrid_arguments(mesh: DeviceMesh, shard: str, outer: str) -> dict[str, Any]:
-    """Return arguments of ``fully_shard_model``: shard over one dimension of a mesh, and replicate over another. Collective.
-
-    The mesh may have more dimensions.
-    """
+    """Return arguments of ``fully_shard_model``: shard over one dimension of a mesh, replicate over another. Collective."""
     group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
     return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}

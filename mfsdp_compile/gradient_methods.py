@@ -104,7 +104,7 @@ class GradientMethods(nn.Module):
         self.sharded.eager.finish_reductions()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Give every parameter that was used its gradient: reduces those that are deferred. Otherwise they have it already."""
+        """Give every parameter that was used its gradient, where a deferred reduction has not done so yet."""
         self.sharded.grad_sync.finish_if_needed()
 
     def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
@@ -127,7 +127,7 @@ class GradientMethods(nn.Module):
         """
         self.sharded.set_accumulation(Accumulation(whole_gradients, keep_gathered))
 
-    # -- their values ----------------------------------------------------------------------------------------------------
+    # -- their values -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:

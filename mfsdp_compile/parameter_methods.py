@@ -29,11 +29,12 @@ class ParameterMethods(nn.Module):
         """Yield the name and the full tensor of every parameter, bucket by bucket.
 
         For exporting weights, for example to an inference engine. Names are those in :attr:`module`; tensors have the
-        dtype of the shards. Tied parameters appear once, under their first name. ``ignored_params`` come last: a copy of
-        what this rank has.
+        dtype of the shards. Tied parameters appear once, under their first name. ``ignored_params`` come last: a copy
+        of what this rank has.
 
         Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
-        Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as the
+        Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as
+            the
         variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
 
         Other ranks learn within seconds of an error inside of a gather, whichever rank has it; then ``model.reset()``.
@@ -154,14 +155,15 @@ class ParameterMethods(nn.Module):
         """
         if bwd:
             raise ValueError(
-                "all_gather_and_wait_parameters_ready(bwd=True): backward gathers what it needs by itself, and releases it. Leave the call out."
+                "all_gather_and_wait_parameters_ready(bwd=True): backward gathers what it needs by itself, and "
+                "releases it. Leave the call out."
             )
         wanted = {id(param) for param in params}
         buckets = {bucket for bucket in self.sharded.buckets if wanted & {id(param) for param in bucket.params}}
         if unknown := wanted - {id(param) for bucket in buckets for param in bucket.params}:
             raise ValueError(
-                f"all_gather_and_wait_parameters_ready: {len(unknown)} of the parameters are not sharded parameters of this model. Pass "
-                "those of model.parameters(), or of modules inside of it."
+                f"all_gather_and_wait_parameters_ready: {len(unknown)} of the parameters are not sharded parameters of "
+                "this model. Pass those of model.parameters(), or of modules inside of it."
             )
         if not self.sharded.eager.is_in_window:
             self.sharded.leave_backward()
@@ -172,8 +174,8 @@ class ParameterMethods(nn.Module):
     def manual_buffer_registration(self) -> bool:
         """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
 
-        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered when
-        the copy uses the first one.
+        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered
+        when the copy uses the first one.
 
         Returns:
             Whether NCCL runs the model's collectives. Otherwise nothing is registered.
@@ -201,7 +203,7 @@ class ParameterMethods(nn.Module):
 
     @property
     def raw_param(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in :attr:`module`. They are shards: modules get whole ones in their forward only."""
+        """Parameters by their names in :attr:`module`. They are shards: only modules in forward get whole ones."""
         return dict(self.module.named_parameters())
 
     @property

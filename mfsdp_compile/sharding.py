@@ -206,8 +206,8 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
         )
     if chosen.type == "cpu" and device is None and "cuda" in compat.device_types():
         warn(
-            "The model is on the CPU and trains there, although the process group also has a backend for CUDA and there "
-            "are GPUs. To train on them, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+            "The model is on the CPU and trains there, although the process group also has a backend for CUDA and "
+            "there are GPUs. To train on them, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
             "init_process_group and model.cuda() before sharding, or pass this rank's GPU as device. device='cpu' ends "
             "this warning.",
         )
@@ -216,8 +216,9 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if chosen.index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
             raise ValueError(
-                f"The current GPU of rank {dist.get_rank()} is cuda:0, the default, and LOCAL_RANK is {local_rank}: all "
-                "ranks of this machine would share one GPU. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
-                "before init_process_group, or pass device='cuda:0' if this rank shall have it."
+                f"The current GPU of rank {dist.get_rank()} is cuda:0, the default, and LOCAL_RANK is {local_rank}: "
+                "all ranks of this machine would share one GPU. Call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group, or pass "
+                "device='cuda:0' if this rank shall have it."
             )
     return chosen

@@ -1,7 +1,7 @@
 """Errors that end a program, without the frames of torch's compiler and of this package.
 
-torch prints forty to ninety lines around an error that a backend raises, and asks to report a bug to PyTorch. If an error
-passes through this package and nobody catches it, only the program's own lines are printed, and the message.
+torch prints forty to ninety lines around an error that a backend raises, and asks to report a bug to PyTorch. If an
+error passes through this package and nobody catches it, only the program's own lines are printed, and the message.
 ``MFSDP_TRACEBACK=full`` shows everything, as does ``TORCHDYNAMO_VERBOSE=1``.
 """
 

@@ -43,14 +43,14 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
     Args:
         module: The unsharded model. Parameter names are its own, prefixed with ``module.``.
         dist_index: The ranks to shard over: an :class:`~mfsdp_compile.FSDPDistributedIndex`, or Megatron-FSDP's own.
-        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is checked
-            and adjusted. None: the defaults of the latter, which shard everything.
+        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is
+            checked and adjusted. None: the defaults of the latter, which shard everything.
         mixed_precision_policy: Dtypes, unless ``ddp_config`` has them.
         fsdp_unit_modules: See :func:`~mfsdp_compile.fully_shard_model`.
         disable_bucketing: Has no effect: parameters outside of units are one bucket.
         device: Device that holds the shards.
-        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, what can be deferred to the end of
-            the step is.
+        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, what can be deferred to
+            the end of the step is.
         enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: Either is
             ``enable_fine_grained_param_gather`` of :func:`~mfsdp_compile.fully_shard_model`, in forward and backward.
         fine_grained_recurse_module_types: Not implemented.
@@ -132,8 +132,8 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Read by DistributedDataParallel when it is built, before anything else of a module."""
         raise ValueError(
-            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and its "
-            "backward reduces gradients. Use the sharded model itself."
+            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and "
+            "its backward reduces gradients. Use the sharded model itself."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -239,8 +239,8 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
         """Reduce gradients in ``policy.grad_comm_dtype`` from now on.
 
         Args:
-            policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if the
-                model has one. A policy for the whole model may leave its other fields at their defaults.
+            policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if
+                the model has one. A policy for the whole model may leave its other fields at their defaults.
 
         Raises:
             TypeError: If ``policy`` is not a policy.

@@ -73,8 +73,9 @@ def compare_step(
     ranks = dist.get_process_group_ranks(sharded.group)
     if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
         raise RuntimeError(
-            f"Compiled and eager differ. {'; '.join(told[:4])}{f' and {len(told) - 4} more ranks' if len(told) > 4 else ''}. "
-            "Weights, gradients and buffers are those of before."
+            "Compiled and eager differ. "
+            f"{'; '.join(told[:4])}{f' and {len(told) - 4} more ranks' if len(told) > 4 else ''}. Weights, gradients "
+            "and buffers are those of before."
         )
     largest, where = max(((difference, name) for name, difference, _ in differences), default=(0.0, ""))
     return StepComparison(len(differences), largest, where if largest else "")
@@ -169,8 +170,8 @@ def _differences(
         allowed = tolerance if tolerance is not None else 0.0 if exact else _epsilon(a.dtype) ** 0.5
         worst = int((a.double() - b.double()).abs().flatten().nan_to_num(float("inf")).argmax())
         text = (
-            f"{name}: {a.flatten()[worst].item():.9g} eagerly and {b.flatten()[worst].item():.9g} compiled at element {worst} "
-            f"(relative difference {difference:.2g}, allowed {allowed:.2g})"
+            f"{name}: {a.flatten()[worst].item():.9g} eagerly and {b.flatten()[worst].item():.9g} compiled at element "
+            f"{worst} (relative difference {difference:.2g}, allowed {allowed:.2g})"
         )
         yield name, difference, "" if difference <= allowed else text
 

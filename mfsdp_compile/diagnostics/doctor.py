@@ -190,7 +190,7 @@ def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
 
 
 def run(table: bool) -> int:
-    """Print a check-up of the machine and the installation; with ``table``, the table instead. Returns the exit code."""
+    """Print a check-up of the machine and the installation, or, with ``table``, the table. Return the exit code."""
     console = Console()
     if not table:
         return checkup.run(console)

@@ -1,8 +1,8 @@
 """``mfsdp hang DIR``: find the rank that keeps a job waiting, the collective it is missing from, and where it is.
 
-Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.ranks.journal`). The collectives of a process group are
-numbered in the order in which a rank starts them. A collective that all ranks have started is finished or in flight;
-the first one that some ranks have not started is the one that the others wait in.
+Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.ranks.journal`). The collectives of a process group
+are numbered in the order in which a rank starts them. A collective that all ranks have started is finished or in
+flight; the first one that some ranks have not started is the one that the others wait in.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run(folder: str) -> int:
         return 2
     if not states:
         print(
-            f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a folder: "
-            "when they fail, when nothing happens for most of the process group's timeout, and on SIGUSR1."
+            f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a "
+            "folder: when they fail, when nothing happens for most of the process group's timeout, and on SIGUSR1."
         )
         return 2
     for finding in analyze(states):
@@ -203,7 +203,8 @@ def _waiting_for(states: Mapping[int, Mapping[str, Any]], absent: Sequence[int])
                 continue
             names = _names(state, group)
             if names:
-                return f"The last that rank {rank} has started with {'it' if len(absent) == 1 else 'them'} is {names[max(names)]}."
+                them = "it" if len(absent) == 1 else "them"
+                return f"The last that rank {rank} has started with {them} is {names[max(names)]}."
     return ""
 
 

@@ -15,11 +15,11 @@ parameter of it or its state dict is read, when it is moved or called. The outer
 ``fully_shard`` is then the model. Until then, parameters are whole. Whatever a program can see of them is sharded: each
 module that owns some has a class that shards the model when they are read (:mod:`.first_use`).
 
-A module that is used before the model around it was given to ``fully_shard`` becomes a model of its own. The larger model
-dissolves it at its own first use and takes over its parameters, which stay the same objects (:mod:`.sharding`).
+A module that is used before the model around it was given to ``fully_shard`` becomes a model of its own. The larger
+model dissolves it at its own first use and takes over its parameters, which stay the same objects (:mod:`.sharding`).
 
-Modules that are compiled (``layer.compile()``, ``torch.compile(layer)``) are compiled with ``backend="mfsdp"`` instead, with
-the same settings: other backends do not know how to gather parameters.
+Modules that are compiled (``layer.compile()``, ``torch.compile(layer)``) are compiled with ``backend="mfsdp"`` instead,
+with the same settings: other backends do not know how to gather parameters.
 
 What differs from FSDP2 is listed in docs/moving/fsdp2.md.
 """
@@ -81,17 +81,17 @@ def fully_shard(
 ) -> Any:
     """Make a module a unit of the model that it belongs to. See ``torch.distributed.fsdp.fully_shard``.
 
-    The model is sharded when it, or a module inside, is used for the first time, which is a collective: every rank of the
-    mesh makes the same calls. What is used before its model is given to ``fully_shard`` is sharded alone. The model then
-    takes over its parameters, which stay the same objects.
+    The model is sharded when it, or a module inside, is used for the first time, which is a collective: every rank of
+    the mesh makes the same calls. What is used before its model is given to ``fully_shard`` is sharded alone. The model
+    then takes over its parameters, which stay the same objects.
 
     Args:
         module: The unit, or a list of modules that are one unit together; last, the model itself. Parameters of the
             model in no unit are gathered in up to three parts: those before, among and after the units.
-        mesh: The ranks to shard over; with two dimensions, the first one replicates (HSDP). The same for all calls. None:
-            all ranks.
-        reshard_after_forward: Whether the unit's parameters are released after forward and gathered again in backward; or
-            the number of ranks to gather over in backward. None: True, except for the unit that forward uses last.
+        mesh: The ranks to shard over; with two dimensions, the first one replicates (HSDP). The same for all calls.
+            None: all ranks.
+        reshard_after_forward: Whether the unit's parameters are released after forward and gathered again in backward;
+            or the number of ranks to gather over in backward. None: True, except for the unit that forward uses last.
             ``torch.compile``'s option of the same name goes before, if it is not True.
         shard_placement_fn: May return None or ``Shard(0)`` only.
         mp_policy: Dtypes of the unit's parameters, gradients, inputs and outputs.
@@ -99,8 +99,9 @@ def fully_shard(
             :class:`~mfsdp_compile.OptimizerOffloadPolicy`: the same, but gathers need no copy from the host.
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
-        check_values: Whether the values of parameters must be equal on all ranks, as FSDP2 assumes. They are compared before
-            the first forward, except for parameters that have been overwritten by then, as by ``load_state_dict``.
+        check_values: Whether the values of parameters must be equal on all ranks, as FSDP2 assumes. They are compared
+            before the first forward, except for parameters that have been overwritten by then, as by
+            ``load_state_dict``.
 
     Returns:
         ``module``. Its class is a subclass of :class:`FSDPModule` and of its class.

@@ -40,8 +40,9 @@ def settings_of(module: nn.Module, name: str) -> compat.CompileSettings | None:
         return None
     if settings.backend not in INNER_COMPILERS:
         raise ValueError(
-            f"Module {name!r} was compiled with backend={settings.backend!r}, which does not know how to gather parameters. "
-            f"Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then the compiler behind it."
+            f"Module {name!r} was compiled with backend={settings.backend!r}, which does not know how to gather "
+            f"parameters. Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then the compiler "
+            "behind it."
         )
     return settings
 

@@ -44,7 +44,7 @@ class FSDPModule(Generated):
     """
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module's forward, as ``nn.Module.compile``. The backend is ``"mfsdp"``, with the one given behind it."""
+        """Compile the module's forward, as ``nn.Module.compile``, with ``"mfsdp"`` and the given backend behind it."""
         before = self._compiled_call_impl  # type: ignore[has-type]
         super().compile(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(self, Pending):
@@ -90,9 +90,9 @@ class FSDPModule(Generated):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are released after backward.
 
-        If not, they stay gathered from their first forward until the backward that reduces the step's gradients, so they
-        are not released after forward either. That backward releases them by itself: between microbatches, True releases
-        them at once, and the last microbatch gathers them again.
+        If not, they stay gathered from their first forward until the backward that reduces the step's gradients, so
+        they are not released after forward either. That backward releases them by itself: between microbatches, True
+        releases them at once, and the last microbatch gathers them again.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         state_of(self).model.set_reshard_after_backward(buckets_of(states(self, recurse)), reshard_after_backward)
@@ -128,8 +128,8 @@ class FSDPModule(Generated):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients. If not, each rank sums its whole gradients.
 
-        Call it on the model, or on all of its modules: when backward runs, all must have the same setting. The first call
-        with False, which must not be during a step, has graphs compiled again.
+        Call it on the model, or on all of its modules: when backward runs, all must have the same setting. The first
+        call with False, which must not be during a step, has graphs compiled again.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         state = state_of(self)
@@ -178,17 +178,17 @@ class FSDPModule(Generated):
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook(gradient)`` with each reduced gradient of this module's own parameters before it is accumulated.
 
-        ``gradient`` is this rank's flat shard in the shards' dtype, already divided. The hook may change it in place; if
-        it communicates, all ranks do. For eager code, and for modules that are compiled one by one; code compiled for the
-        whole model is refused.
+        ``gradient`` is this rank's flat shard in the shards' dtype, already divided. The hook may change it in place;
+        if it communicates, all ranks do. For eager code, and for modules that are compiled one by one; code compiled
+        for the whole model is refused.
 
         Args:
             stream: Must be None: the hook runs on the current stream.
         """
         if stream is not None:
             raise NotImplementedError(
-                "set_all_reduce_hook(stream=...): the hook runs on the current stream. Leave stream out, and switch streams "
-                "in the hook."
+                "set_all_reduce_hook(stream=...): the hook runs on the current stream. Leave stream out, and switch "
+                "streams in the hook."
             )
         for unit in (state := state_of(self)).units:
             state.model.eager.control(unit).reduced_hook = hook

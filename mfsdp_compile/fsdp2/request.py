@@ -66,16 +66,16 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise TypeError(f"fully_shard takes a module or a list of modules, got a {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"fully_shard got a {type(module).__name__}, which has no forward, so nothing would gather its parameters. "
-                "Pass its modules, one by one or as a list."
+                f"fully_shard got a {type(module).__name__}, which has no forward, so nothing would gather its "
+                "parameters. Pass its modules, one by one or as a list."
             )
         if REQUEST in vars(module):
             raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}.")
         inside = set(module.modules())
         if any(unit not in inside for owner in owners(module) for unit in units_in(owner.module)):
             raise ValueError(
-                f"fully_shard was called on a {type(module).__name__} that is a part of a sharded model. Call it on all modules, "
-                "from the inside out, before anything uses the model."
+                f"fully_shard was called on a {type(module).__name__} that is a part of a sharded model. Call it on "
+                "all modules, from the inside out, before anything uses the model."
             )
     for one in modules:
         inside = set(one.modules()) - {one}
@@ -93,9 +93,9 @@ def check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Param
             wanted = placement(param)
             if wanted is not None and not (isinstance(wanted, Shard) and wanted.dim == 0):
                 raise NotImplementedError(
-                    f"shard_placement_fn asks for {wanted} for parameter {name!r}: rows (dimension 0) are divided, unevenly "
-                    "if need be. For experts on a mesh of their own use fully_shard_model(expt_device_mesh=...); for "
-                    "whole matrices on one rank, whole_params."
+                    f"shard_placement_fn asks for {wanted} for parameter {name!r}: rows (dimension 0) are divided, "
+                    "unevenly if need be. For experts on a mesh of their own use "
+                    "fully_shard_model(expt_device_mesh=...); for whole matrices on one rank, whole_params."
                 )
 
 

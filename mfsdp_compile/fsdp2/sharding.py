@@ -29,7 +29,7 @@ __all__ = ["shard"]
 
 
 def shard(root: nn.Module) -> None:
-    """Shard a model. Models inside, which were used before ``root`` was given to ``fully_shard``, become parts of it."""
+    """Shard a model. Models inside, used before ``fully_shard`` was called on ``root``, become parts of it."""
     own: Request = vars(root)[REQUEST]
     holder = root if len(own.modules) == 1 else nn.ModuleList(own.modules)
     units = units_in(holder)

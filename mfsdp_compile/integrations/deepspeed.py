@@ -1,12 +1,12 @@
-"""DeepSpeed's configuration files, translated to arguments of this package and objects of torch. DeepSpeed is not needed.
+"""DeepSpeed's configuration files as arguments of this package and objects of torch. DeepSpeed is not needed.
 
     plan = arguments("ds_config.json")
     model = fully_shard_model(model.to(plan.model_dtype), fsdp_unit_modules="auto", **plan.sharding)
     optimizer = fully_shard_optimizer(plan.make_optimizer(model.parameters()))
     schedule = plan.make_schedule(optimizer)  # schedule.step() after each optimizer.step()
 
-Keys, defaults and formulas are those of DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``, ``runtime/engine.py`` and
-``runtime/lr_schedules.py`` in 2026.
+Keys, defaults and formulas are those of DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``,
+``runtime/engine.py`` and ``runtime/lr_schedules.py`` in 2026.
 """
 
 from __future__ import annotations
@@ -206,12 +206,12 @@ def arguments(config: str | os.PathLike[str] | Mapping[str, Any], ranks: int | N
 
     Args:
         config: The file (``ds_config.json``), or what it contains.
-        ranks: Number of data-parallel ranks, to compute sizes of batches that the file leaves out. None: all ranks of the
-            default process group, if there is one.
+        ranks: Number of data-parallel ranks, to compute sizes of batches that the file leaves out. None: all ranks of
+            the default process group, if there is one.
 
     Raises:
-        ValueError: If the file has keys that are unknown, or would change numbers and cannot be honored here. The message lists
-            all of them.
+        ValueError: If the file has keys that are unknown, or would change numbers and cannot be honored here. The
+            message lists all of them.
     """
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -287,11 +287,15 @@ class _Translation:
         if not fp16.get("enabled"):
             return None, None
         if fp16.get("loss_scale"):
-            why = "GradScaler changes its scale: multiply the loss by it, and divide gradients by it before they are clipped"
-            self._refused.append(f"fp16.loss_scale={fp16['loss_scale']!r}: {why}")
+            self._refused.append(
+                f"fp16.loss_scale={fp16['loss_scale']!r}: GradScaler changes its scale: multiply the loss by it, and "
+                "divide gradients by it before they are clipped"
+            )
         if fp16.get("fp16_master_weights_and_grads"):
-            why = "weights would be rounded to float16: pass mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)"
-            self._refused.append(f"fp16.fp16_master_weights_and_grads=True: {why}")
+            self._refused.append(
+                "fp16.fp16_master_weights_and_grads=True: weights would be rounded to float16: pass "
+                "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)"
+            )
         for name, why in {
             "hysteresis": "GradScaler halves its scale at each overflow",
             "consecutive_hysteresis": "GradScaler halves its scale at each overflow",
@@ -400,7 +404,8 @@ class _Translation:
             kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             self._refused.append(
-                f"optimizer.type={name!r}: DeepSpeed's own optimizer, or an unknown one: build it from model.parameters()"
+                f"optimizer.type={name!r}: DeepSpeed's own optimizer, or an unknown one: build it from "
+                "model.parameters()"
             )
             return None
         for key in params.keys() - inspect.signature(kind).parameters.keys():
@@ -415,7 +420,8 @@ class _Translation:
         name, params = str(given["type"]), dict(given.get("params") or {})
         if name not in _SCHEDULES:
             self._refused.append(
-                f"scheduler.type={name!r}: build a schedule of torch.optim.lr_scheduler; {', '.join(_SCHEDULES)} are translated"
+                f"scheduler.type={name!r}: build a schedule of torch.optim.lr_scheduler; {', '.join(_SCHEDULES)} are "
+                "translated"
             )
             return None
         if params.pop("last_batch_iteration", -1) != -1:
@@ -424,8 +430,8 @@ class _Translation:
             self._refused.append(f"scheduler.params.{key}={params[key]!r}: {name} has no such parameter")
         if name == "WarmupLR" and "warmup_max_lr" not in params and "scheduler.params.warmup_max_lr" not in self._auto:
             self._refused.append(
-                "scheduler.params.warmup_max_lr is missing: its default is 0.001 in some versions of DeepSpeed, and the optimizer's "
-                "learning rate in others. Name it"
+                "scheduler.params.warmup_max_lr is missing: its default is 0.001 in some versions of DeepSpeed, and "
+                "the optimizer's learning rate in others. Name it"
             )
         return name, params
 

@@ -87,9 +87,10 @@ class Initialization(Initializer):
             if owner._parameters or owner._buffers:
                 self._by_method(owner)
             return
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+        tensors: Iterable[tuple[str, Any]] = [*owner._parameters.items(), *owner._buffers.items()]
+        for name, tensor in tensors:
             if tensor is not None:
-                tensor._is_hf_initialized = self.has(f"{self._names[owner]}.{name}".lstrip("."))  # type: ignore[union-attr]
+                tensor._is_hf_initialized = self.has(f"{self._names[owner]}.{name}".lstrip("."))
         with _library("initialization").guard_torch_init_functions():
             model._init_weights(owner)
 
@@ -143,7 +144,8 @@ class Pretrained(Initialization):
         self.draws = any(id(param) not in read for param in module.parameters())
         for name, tensor in wanted.items():
             if self.has(name):
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialize their children's
+                # For parents that initialize their children's.
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def compare(self, module: nn.Module, otherwise: str) -> tuple[dict[str, Tensor], list[str]]:
         """Find what to read for each parameter and buffer of ``module``. Reads no values.
@@ -180,9 +182,9 @@ class Pretrained(Initialization):
         if problems:
             listed = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
             raise CheckpointError(
-                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the model as the "
-                f"folder's config.json says, or say with allow_missing=... (then {otherwise}) and allow_unexpected=... (then left "
-                "out) what is meant."
+                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the "
+                f"model as the folder's config.json says, or say with allow_missing=... (then {otherwise}) and "
+                "allow_unexpected=... (then left out) what is meant."
             )
         return wanted, unexpected
 
@@ -345,5 +347,6 @@ def _library(part: str) -> Any:
         return importlib.import_module(f"transformers.{part}")
     except ImportError as error:
         raise ImportError(
-            f"mfsdp_compile.integrations.huggingface_init needs transformers 5 ({error}): pip install 'mfsdp-compile[models]'"
+            f"mfsdp_compile.integrations.huggingface_init needs transformers 5 ({error}): pip install "
+            "'mfsdp-compile[models]'"
         ) from error

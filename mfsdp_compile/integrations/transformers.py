@@ -196,8 +196,8 @@ else:
 class MfsdpTrainerMixin(_Base):
     """Adds sharding to a subclass of ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
 
-    The model is sharded when training or evaluation begins, together with the optimizer if one was passed, and so is the
-    reference model of TRL's trainers, which every rank must run as often as the others. ``bf16`` and
+    The model is sharded when training or evaluation begins, together with the optimizer if one was passed, and so is
+    the reference model of TRL's trainers, which every rank must run as often as the others. ``bf16`` and
     ``fp16`` set the dtype that the model is gathered and computes in. Shards keep their values without rounding, as
     with accelerate and FSDP2; there is no autocast. ``torch_compile_backend`` selects the inner compiler:
     ``"inductor"`` or ``"aot_eager"``.

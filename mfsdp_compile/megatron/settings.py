@@ -2,8 +2,8 @@
 
 Programs with Megatron's own configuration objects pass those; they are read by attribute. The classes here are for
 programs without Megatron, and define which attributes are read. Every field says what it does here
-(``docs/megatron.md`` is generated from that), and has a :class:`Treatment`. Defaults are Megatron's, except for settings
-that Megatron-FSDP always overrides: those default to the value that it sets.
+(``docs/megatron.md`` is generated from that), and has a :class:`Treatment`. Defaults are Megatron's, except for
+settings that Megatron-FSDP always overrides: those default to the value that it sets.
 
 Megatron's classes have hundreds of other settings, about the model and the training loop. The classes here take those
 too and keep them as attributes, for the program: see :attr:`Section.others`.
@@ -115,8 +115,8 @@ def known(section: type) -> dict[str, Field[Any]]:
 
 
 _OPTIONS_OF_GROUPS = (
-    "no group is created from it here. Groups that Megatron has created with it (pg_collection) keep their options; for others, give "
-    "fully_shard_model's communication"
+    "no group is created from it here. Groups that Megatron has created with it (pg_collection) keep their options; "
+    "for others, give fully_shard_model's communication"
 )
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _DTYPES = ("fp32", "bf16", "fp16", "auto")
@@ -410,7 +410,7 @@ class CheckpointConfig(Section):
 
 @_as_section
 class SchedulerConfig(Section):
-    """``scheduler``: learning rates over the training run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
+    """``scheduler``: learning rates of the training run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
 
 
 @_as_section

@@ -63,7 +63,8 @@ class Adjustment:
 
 
 _APPLIED_BY_BRIDGE = {
-    "mixed_precision": "ddp.grad_reduce_in_fp32 and the dtypes of ddp, and build the model in the dtype that it computes in",
+    "mixed_precision": "ddp.grad_reduce_in_fp32 and the dtypes of ddp, and build the model in the dtype that it "
+    "computes in",
     "comm_overlap": "ddp.overlap_grad_reduce and ddp.overlap_param_gather",
 }
 """Sections of Megatron-Bridge that change others, and what to set in their place."""
@@ -76,8 +77,8 @@ class ConfigContainer(Values):
         model, dist, ddp, optimizer, checkpoint: Objects of the classes in :mod:`.settings`, Megatron's, or others with
             the same attributes.
         scheduler, train: For the program.
-        others: Megatron-Bridge's other sections (``dataset``, ``tokenizer``, ``logger``, ...), for the program. Those that
-            Megatron-Bridge applies to the sections above are refused by :meth:`validate`.
+        others: Megatron-Bridge's other sections (``dataset``, ``tokenizer``, ``logger``, ...), for the program. Those
+            that Megatron-Bridge applies to the sections above are refused by :meth:`validate`.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ConfigContainer(Values):
 
     @property
     def unread(self) -> list[str]:
-        """Settings that nothing in this package reads: they are for the program. ``"optimizer.lr"``, or a section's name."""
+        """Settings for the program, which nothing in this package reads: ``"optimizer.lr"``, or a section's name."""
         found = []
         for name, section in vars(self).items():
             if isinstance(section, Section):
@@ -121,8 +122,8 @@ class ConfigContainer(Values):
         for name, instead in _APPLIED_BY_BRIDGE.items():
             if getattr(self, name, None) is not None:
                 raise NotImplementedError(
-                    f"The section {name} of Megatron-Bridge changes other sections, and nothing here applies it. Leave it out, and "
-                    f"set {instead}."
+                    f"The section {name} of Megatron-Bridge changes other sections, and nothing here applies it. Leave "
+                    f"it out, and set {instead}."
                 )
         adjustments = validate(self)
         if self.unread and _is_first_rank():
@@ -211,21 +212,21 @@ def _is_enabled(settings: _Settings) -> bool:
     }
     if any(said.values()) and settings["dist.use_torch_fsdp2"]:
         raise ValueError(
-            "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually exclusive: choose "
-            "one FSDP implementation, and set the other to False."
+            "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually "
+            "exclusive: choose one FSDP implementation, and set the other to False."
         )
     if len(set(said.values())) > 1:
         on, off = sorted(said, key=lambda name: not said[name])
         raise ValueError(
-            f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: set "
-            f"{off}.use_megatron_fsdp = True too."
+            f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: "
+            f"set {off}.use_megatron_fsdp = True too."
         )
     if any(said.values()):
         return True
     if settings["checkpoint.ckpt_format"] == "fsdp_dtensor":
         raise ValueError(
-            "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = True in "
-            "dist and ddp, or another ckpt_format."
+            "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = "
+            "True in dist and ddp, or another ckpt_format."
         )
     return False
 
@@ -246,15 +247,15 @@ def _has_wrong_format(settings: _Settings) -> bool:
 def _check(settings: _Settings) -> None:
     if settings["dist.use_tp_pp_dp_mapping"]:
         raise ValueError(
-            "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. Remove "
-            "use_tp_pp_dp_mapping=True from the configuration."
+            "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. "
+            "Remove use_tp_pp_dp_mapping=True from the configuration."
         )
     if _has_wrong_format(settings):
         found = settings["checkpoint.ckpt_format"] or "torch_dist"
         raise ValueError(
             f"Megatron FSDP only supports fsdp_dtensor checkpoint format, and checkpoint.ckpt_format is {found!r}. Set "
-            "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints of torch_dist "
-            "ones."
+            "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints "
+            "of torch_dist ones."
         )
     strategy = ShardingStrategy.of(settings["ddp.data_parallel_sharding_strategy"], "data_parallel_sharding_strategy")
     outer = ShardingStrategy.of(settings["ddp.outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
@@ -273,17 +274,18 @@ def _check(settings: _Settings) -> None:
             )
     if settings["ddp.fsdp_manual_registration"] and not settings["ddp.nccl_ub"]:
         raise ValueError(
-            "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or fsdp_manual_registration=False."
+            "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or "
+            "fsdp_manual_registration=False."
         )
     if (graphs := settings["model.cuda_graph_impl"]) not in ("none", "full_iteration") and not _captures(settings):
         raise ValueError(
-            f"model.cuda_graph_impl={graphs!r} captures single layers, without the collectives between them. Megatron FSDP "
-            "supports 'none' and 'full_iteration'."
+            f"model.cuda_graph_impl={graphs!r} captures single layers, without the collectives between them. Megatron "
+            "FSDP supports 'none' and 'full_iteration'."
         )
     if _captures(settings) and settings["ddp.check_for_nan_in_grad"]:
         raise ValueError(
-            "ddp.check_for_nan_in_grad reads values on the host in each backward, which a CUDA graph cannot do. Set it to "
-            "False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
+            "ddp.check_for_nan_in_grad reads values on the host in each backward, which a CUDA graph cannot do. Set it "
+            "to False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warn(

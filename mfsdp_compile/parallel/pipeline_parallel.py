@@ -202,10 +202,10 @@ class PipelineStage(pipelining.PipelineStage):
 def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:
     if len(both := set(model) & set(pipeline)) > 1:
         raise ValueError(
-            f"A pipeline stage is sharded over ranks {list(model)}, and the pipeline goes through ranks {list(pipeline)}: ranks "
-            f"{sorted(both)} cannot hold the same stage and different ones. Pass fully_shard_model the mesh dimension of ranks "
-            "that hold the same stage (device_mesh=mesh['dp']), and PipelineStage the group of the other "
-            "(group=mesh['pp'].get_group())."
+            f"A pipeline stage is sharded over ranks {list(model)}, and the pipeline goes through ranks "
+            f"{list(pipeline)}: ranks {sorted(both)} cannot hold the same stage and different ones. Pass "
+            "fully_shard_model the mesh dimension of ranks that hold the same stage (device_mesh=mesh['dp']), and "
+            "PipelineStage the group of the other (group=mesh['pp'].get_group())."
         )
 
 
