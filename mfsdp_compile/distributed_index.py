@@ -144,6 +144,6 @@ class FSDPDistributedIndex:
 
 
 def hybrid_arguments(mesh: DeviceMesh, shard: str, outer: str) -> dict[str, Any]:
-    """Return arguments of ``fully_shard_model``: shard over one dimension of a mesh, replicate over another. Collective."""
+    """Return arguments of ``fully_shard_model``: shards over one mesh dimension, replicas over another. Collective."""
     group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
     return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}

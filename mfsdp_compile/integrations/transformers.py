@@ -404,52 +404,40 @@ def _synced(generate: Callable[..., Any], topology: Topology) -> Callable[..., A
     return run
 
 
+_REFUSED = {
+    "deepspeed": "DeepSpeed shards the model too",
+    "fsdp": "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')",
+    "parallelism_config": "tensor, context and sequence parallelism are not supported here",
+    "auto_find_batch_size": "one rank out of memory leaves the others in a collective",
+    "fp16_full_eval": "shards cannot change their dtype; evaluation computes as training does",
+    "bf16_full_eval": "shards cannot change their dtype; evaluation computes as training does",
+    "save_on_each_node": "whole weights are gathered on the first rank alone",
+    "torch_compile_mode": "give compile_options={'inductor': {...}} in ShardingArguments",
+}
+"""Settings that cannot be honored where they are set, and why."""
+
+
 def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> None:
     """Raise ValueError for all arguments that cannot be honored."""
     backend = args.torch_compile_backend
     optim = getattr(args.optim, "value", args.optim)
-    refused = {
-        "deepspeed": (args.deepspeed, "DeepSpeed shards the model too"),
-        "fsdp": (
-            args.fsdp,
-            "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')",
-        ),
-        "parallelism_config": (
-            args.parallelism_config,
-            "tensor, context and sequence parallelism are not supported here",
-        ),
-        "auto_find_batch_size": (args.auto_find_batch_size, "one rank out of memory leaves the others in a collective"),
-        "fp16_full_eval": (
-            args.fp16_full_eval,
-            "shards cannot change their dtype; evaluation computes as training does",
-        ),
-        "bf16_full_eval": (
-            args.bf16_full_eval,
-            "shards cannot change their dtype; evaluation computes as training does",
-        ),
-        "save_on_each_node": (args.save_on_each_node, "whole weights are gathered on the first rank alone"),
-        "debug": ("underflow_overflow" in [getattr(d, "value", d) for d in args.debug], "its hooks read whole weights"),
-        "torch_compile_mode": (
-            args.torch_compile_mode,
-            "give compile_options={'inductor': {...}} in ShardingArguments",
-        ),
-        "torch_compile_backend": (
-            backend not in (None, *INNER_COMPILERS),
-            f"the compiler behind backend='mfsdp' is one of {', '.join(INNER_COMPILERS)}; leave it out for the default",
-        ),
-        "torch_compile": (
-            args.torch_compile and not sharding.compile,
-            "ShardingArguments(compile=False) says otherwise",
-        ),
-        "optim": (optim.startswith(_OPTIMIZERS), f"{optim} works on whole matrices or in backward"),
-        "ddp_broadcast_buffers": (
-            args.ddp_broadcast_buffers and (model is None or any(_saved_buffers(model))),
-            "each rank keeps its own buffers; use torch.nn.SyncBatchNorm, or broadcast them",
-        ),
-    }
-    complaints = [
-        f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, (given, why) in refused.items() if given
-    ]
+    refused = {name: why for name, why in _REFUSED.items() if getattr(args, name)}
+    if "underflow_overflow" in [getattr(d, "value", d) for d in args.debug]:
+        refused["debug"] = "its hooks read whole weights"
+    if backend not in (None, *INNER_COMPILERS):
+        inner = ", ".join(INNER_COMPILERS)
+        refused["torch_compile_backend"] = (
+            f"the compiler behind backend='mfsdp' is one of {inner}; leave it out for the default"
+        )
+    if args.torch_compile and not sharding.compile:
+        refused["torch_compile"] = "ShardingArguments(compile=False) says otherwise"
+    if optim.startswith(_OPTIMIZERS):
+        refused["optim"] = f"{optim} works on whole matrices or in backward"
+    if args.ddp_broadcast_buffers and (model is None or any(_saved_buffers(model))):
+        refused["ddp_broadcast_buffers"] = (
+            "each rank keeps its own buffers; use torch.nn.SyncBatchNorm, or broadcast them"
+        )
+    complaints = [f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, why in refused.items()]
     if args.parallel_mode != ParallelMode.DISTRIBUTED:
         complaints.append("  There is no process group: start the program with torchrun --nproc-per-node=N, 1 will do")
     if model is not None:

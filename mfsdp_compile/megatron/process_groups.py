@@ -102,7 +102,7 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
 
 
 def _new_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    """Build a mesh of all ranks, outermost dimension first; return this stage's part. Of size 1, only ``dp_cp`` stays."""
+    """Build a mesh of all ranks, outermost dimension first; return this stage's part. Only ``dp_cp`` may be 1."""
     dims = {name: size for name, size in sizes.items() if size > 1 or name == _INNER}
     mesh = init_device_mesh(compat.device_type(), tuple(dims.values()), mesh_dim_names=tuple(dims))
     mine = tuple(name for name in dims if name != _STAGES)

@@ -410,7 +410,7 @@ class CheckpointConfig(Section):
 
 @_as_section
 class SchedulerConfig(Section):
-    """``scheduler``: learning rates of the training run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
+    """``scheduler``: learning rates over the run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
 
 
 @_as_section
