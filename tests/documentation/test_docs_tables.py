@@ -21,6 +21,7 @@ from mfsdp_compile.fsdp2.module import REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
 from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
+from mfsdp_compile.sharding_arguments import Arguments
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -96,6 +97,14 @@ def test_what_torch_has(table: str) -> None:
 
 def test_every_argument_of_ours() -> None:
     assert sorted(rows("moving/megatron_fsdp.md", "fully_shard_model")) == sorted(parameters(fully_shard_model))
+
+
+def test_arguments_as_an_object_have_the_same_defaults_and_types() -> None:
+    """:class:`Arguments` repeats the signature of ``fully_shard_model``, and checks values by its annotations."""
+    signature = inspect.signature(fully_shard_model).parameters
+    given = {name: (of.annotation, of.default) for name, of in signature.items() if name != "module"}
+    fields = dataclasses.fields(Arguments)
+    assert given == {of.name: (of.type, getattr(Arguments(), of.name)) for of in fields}
 
 
 def test_keys_of_deepspeed() -> None:
