@@ -41,8 +41,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser, also of commands, whose errors about unknown choices name the nearest one."""
 
     def error(self, message: str) -> NoReturn:
-        if (told := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)) is not None:
-            message += did_you_mean(told[1], re.findall(r"[\w.-]+", told[2]))
+        if (found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)) is not None:
+            message += did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         super().error(message)
 
 

@@ -60,7 +60,7 @@ class FSDPDistributedIndex:
             return index
         if not isinstance(getattr(index, "device_mesh", None), DeviceMesh) or not hasattr(index, "get_fsdp_group"):
             return None
-        given: dict[str, Any] = {of.name: getattr(index, of.name, None) for of in fields(cls)}
+        given: dict[str, Any] = {each.name: getattr(index, each.name, None) for each in fields(cls)}
         if given["expt_device_mesh"] is given["device_mesh"]:  # how theirs says that there is none
             given["expt_device_mesh"] = given["hybrid_fsdp_expt_group"] = None
         given["hsdp_outer_dp_shard"] = bool(given["hsdp_outer_dp_shard"])
@@ -70,8 +70,8 @@ class FSDPDistributedIndex:
         return self  # copies of a model communicate over the same groups
 
     def __repr__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value is not None and not name.endswith("_group")}
-        return f"FSDPDistributedIndex({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+        shown = {name: value for name, value in vars(self).items() if value is not None and not name.endswith("_group")}
+        return f"FSDPDistributedIndex({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def use_hybrid_fsdp(self) -> bool:

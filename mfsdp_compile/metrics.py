@@ -380,8 +380,8 @@ class StepMetrics:
         begun = time.perf_counter()
         stats = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
         active, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved"))
-        mine = [self._tokens, self._losses, self._data_seconds, active, reserved]
-        numbers = torch.tensor(mine, dtype=torch.float64).to(self.device, non_blocking=True)
+        own = [self._tokens, self._losses, self._data_seconds, active, reserved]
+        numbers = torch.tensor(own, dtype=torch.float64).to(self.device, non_blocking=True)
         total = self._loss
         loss = torch.as_tensor(total, dtype=torch.float64).to(self.device, non_blocking=True)
         rows = self._of_ranks(torch.cat([numbers, loss.reshape(1)]))

@@ -158,9 +158,9 @@ class ParameterMethods(nn.Module):
                 "all_gather_and_wait_parameters_ready(bwd=True): backward gathers what it needs by itself, and "
                 "releases it. Leave the call out."
             )
-        wanted = {id(param) for param in params}
-        buckets = {bucket for bucket in self.sharded.buckets if wanted & {id(param) for param in bucket.params}}
-        if unknown := wanted - {id(param) for bucket in buckets for param in bucket.params}:
+        ids = {id(param) for param in params}
+        buckets = {bucket for bucket in self.sharded.buckets if ids & {id(param) for param in bucket.params}}
+        if unknown := ids - {id(param) for bucket in buckets for param in bucket.params}:
             raise ValueError(
                 f"all_gather_and_wait_parameters_ready: {len(unknown)} of the parameters are not sharded parameters of "
                 "this model. Pass those of model.parameters(), or of modules inside of it."

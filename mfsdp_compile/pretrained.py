@@ -242,7 +242,7 @@ def load_pretrained(
     """
     weights = ShardedWeights.of(model, "load_pretrained")
     source = Pretrained(folder, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
-    wanted: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     unexpected: list[str] = []
 
     def compare() -> list[str]:
@@ -254,14 +254,14 @@ def load_pretrained(
                 f"load_pretrained: {empty[0]} is on the meta device and not sharded, so it has no memory to read into. "
                 "Shard the model as a whole, or call to_empty() on the modules around its units."
             )
-        wanted.update(found)
+        targets.update(found)
         unexpected.extend(left_out)
         return [f"{name} {tuple(tensor.shape)}, {source.has(name)}" for name, tensor in found.items()]
 
     agree(weights.everyone, "Loading weights", compare, PATIENCE)
     with errors_for_all(weights.everyone, "Loading weights: values", PATIENCE):
         try:
-            _install(weights, source, wanted)
+            _install(weights, source, targets)
         except Exception as error:
             raise CheckpointError(
                 f"Loading {folder} failed halfway: load another folder or checkpoint. {type(error).__name__}: {error}"
@@ -270,21 +270,21 @@ def load_pretrained(
         owner.zero_gradients()  # they belong to other weights
         owner.grad_sync.microbatches = 0
         owner.refresh()
-    read = {id(tensor) for name, tensor in wanted.items() if source.has(name)}
+    read = {id(tensor) for name, tensor in targets.items() if source.has(name)}
     return LoadedPretrained(
-        tuple(name for name, tensor in wanted.items() if id(tensor) not in read), tuple(sorted(unexpected))
+        tuple(name for name, tensor in targets.items() if id(tensor) not in read), tuple(sorted(unexpected))
     )
 
 
 @torch.no_grad()
-def _install(weights: ShardedWeights, source: Pretrained, wanted: Mapping[str, Tensor]) -> None:
+def _install(weights: ShardedWeights, source: Pretrained, targets: Mapping[str, Tensor]) -> None:
     """Read values in place."""
     if is_of_transformers(weights.module) and any(owner.awaits_values for owner in weights.owners):
         for inner in weights.module.modules():
             if inner._non_persistent_buffers_set:
                 source(inner)
-    name_of = {id(tensor): name for name, tensor in wanted.items() if source.has(name)}  # one of the names of tied ones
-    tensors = {id(tensor): tensor for tensor in wanted.values()}
+    name_of = {id(tensor): name for name, tensor in targets.items() if source.has(name)}  # one name of tied ones
+    tensors = {id(tensor): tensor for tensor in targets.values()}
     homes = {id(param): home for param, home in weights.homes()}
     for key, name in name_of.items():
         if key in homes:

@@ -115,7 +115,7 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
     with working(f"sharding {type(module).__name__}"):
         sharded = shard_model(module, topology, every, _device(given.device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = given.sync_model_each_microbatch
-    ranks = {of.name: getattr(given, of.name) for of in fields(FSDPDistributedIndex) if hasattr(given, of.name)}
+    ranks = {each.name: getattr(given, each.name) for each in fields(FSDPDistributedIndex) if hasattr(given, each.name)}
     ranks["device_mesh"] = given.device_mesh if given.device_mesh is not None else topology.mesh
     return sharded, FSDPDistributedIndex(**ranks, hsdp_outer_dp_shard=topology.is_hfsdp)
 

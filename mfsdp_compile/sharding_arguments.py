@@ -117,22 +117,24 @@ class Arguments:
         ):
             if (given := getattr(self, older)) is None:
                 continue
-            wanted, said = torch.float32 if given else None, getattr(policy, name)
-            if said not in (getattr(default, name), wanted):
+            dtype, current = torch.float32 if given else None, getattr(policy, name)
+            if current not in (getattr(default, name), dtype):
                 raise ValueError(
-                    f"{older}={given} means {name}={wanted}, but mixed_precision_policy says {said}. Pass only one of "
+                    f"{older}={given} means {name}={dtype}, but mixed_precision_policy says {current}. Pass only one of "
                     "them."
                 )
-            policy = replace(policy, **{name: wanted})  # type: ignore[arg-type]
+            policy = replace(policy, **{name: dtype})  # type: ignore[arg-type]
         return policy
 
     def _check_types(self) -> None:
-        for of in fields(self):
-            value = getattr(self, of.name)
-            if of.type == "bool" or (of.type == "bool | None" and value is not None):
-                check_flag(of.name, value)
-            if of.type in ("int", "int | None") and (isinstance(value, bool) or not isinstance(value, int | None)):
-                raise TypeError(f"{of.name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" or (each.type == "bool | None" and value is not None):
+                check_flag(each.name, value)
+            if each.type in ("int", "int | None") and (isinstance(value, bool) or not isinstance(value, int | None)):
+                raise TypeError(
+                    f"{each.name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}"
+                )
         if self.whole_params is not None and not callable(self.whole_params):
             raise TypeError(
                 f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(self.whole_params)}"

@@ -258,9 +258,9 @@ def _gather_parts(
     boxes: list[Any] = [None] * group.size()
     dist.all_gather_object(boxes, [(offsets, tuple(part.shape)) for offsets, part in parts], group=group)
     counts = [sum(torch.Size(shape).numel() for _, shape in box) for box in boxes]
-    mine = torch.cat([part.flatten() for _, part in parts])
-    padded = mine.new_zeros(max(counts))
-    padded[: mine.numel()] = mine
+    own = torch.cat([part.flatten() for _, part in parts])
+    padded = own.new_zeros(max(counts))
+    padded[: own.numel()] = own
     flat = [torch.empty_like(padded) for _ in boxes]
     dist.all_gather(flat, padded, group=group)
     found = []

@@ -68,14 +68,14 @@ def compare_step(
         with unchanged(model):
             runs.append(_tensors_of_step(model, call, args, kwargs, loss))
     differences = list(_differences(*runs, tolerance=tolerance, exact=exact))
-    mine = next((text for _, _, text in differences if text), None)
-    everyone = everyones(mine, sharded.group, "steps")
+    failure = next((text for _, _, text in differences if text), None)
+    everyone = everyones(failure, sharded.group, "steps")
     ranks = dist.get_process_group_ranks(sharded.group)
-    if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
+    if failures := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
+        more = f" and {len(failures) - 4} more ranks" if len(failures) > 4 else ""
         raise RuntimeError(
-            "Compiled and eager differ. "
-            f"{'; '.join(told[:4])}{f' and {len(told) - 4} more ranks' if len(told) > 4 else ''}. Weights, gradients "
-            "and buffers are those of before."
+            f"Compiled and eager differ. {'; '.join(failures[:4])}{more}. Weights, gradients and buffers are those of "
+            "before."
         )
     largest, where = max(((difference, name) for name, difference, _ in differences), default=(0.0, ""))
     return StepComparison(len(differences), largest, where if largest else "")

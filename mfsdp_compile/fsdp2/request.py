@@ -90,10 +90,10 @@ def check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Param
         return
     for module in modules:
         for name, param in _whole_parameters(module):
-            wanted = placement(param)
-            if wanted is not None and not (isinstance(wanted, Shard) and wanted.dim == 0):
+            chosen = placement(param)
+            if chosen is not None and not (isinstance(chosen, Shard) and chosen.dim == 0):
                 raise NotImplementedError(
-                    f"shard_placement_fn asks for {wanted} for parameter {name!r}: rows (dimension 0) are divided, "
+                    f"shard_placement_fn asks for {chosen} for parameter {name!r}: rows (dimension 0) are divided, "
                     "unevenly if need be. For experts on a mesh of their own use "
                     "fully_shard_model(expt_device_mesh=...); for whole matrices on one rank, whole_params."
                 )

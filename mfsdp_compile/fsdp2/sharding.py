@@ -62,7 +62,7 @@ def shard(root: nn.Module) -> None:
         of_module = (
             each
             for each in model.eager.units
-            if (each.is_root if module is holder else any(module is its() for its in each.modules))
+            if (each.is_root if module is holder else any(module is reference() for reference in each.modules))
         )
         state = vars(module)[STATE] = ModuleState(model, tuple(of_module), names[module], together, kept)
         together[state] = None

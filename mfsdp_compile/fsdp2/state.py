@@ -53,8 +53,8 @@ class ModuleState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         duplicate = memo[id(self)] = object.__new__(ModuleState)
-        its = {**vars(self), "together": list(self.together)}
-        vars(duplicate).update(copy.deepcopy(its, memo))
+        attributes = {**vars(self), "together": list(self.together)}
+        vars(duplicate).update(copy.deepcopy(attributes, memo))
         duplicate.together = weakref.WeakKeyDictionary(dict.fromkeys(vars(duplicate)["together"]))
         return duplicate
 

@@ -139,10 +139,10 @@ class Pretrained(Initialization):
         self._made: tuple[_Conversion, Mapping[str, Tensor]] | None = None
 
     def prepare(self, module: nn.Module) -> None:
-        wanted, _ = self.compare(module, "initialized")
-        read = {id(tensor) for name, tensor in wanted.items() if self.has(name)}
+        targets, _ = self.compare(module, "initialized")
+        read = {id(tensor) for name, tensor in targets.items() if self.has(name)}
         self.draws = any(id(param) not in read for param in module.parameters())
-        for name, tensor in wanted.items():
+        for name, tensor in targets.items():
             if self.has(name):
                 # For parents that initialize their children's.
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -161,9 +161,11 @@ class Pretrained(Initialization):
         """
         self._look_at(module)
         self._reader = SafetensorsReader(self._folder)
-        wanted = {inner_name(name): t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        targets = {
+            inner_name(name): t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)
+        }
         model = next(iter(self._model_of.values()), None)
-        if model is not module and not wanted.keys().isdisjoint(self._reader.layouts):
+        if model is not module and not targets.keys().isdisjoint(self._reader.layouts):
             model = None  # the folder belongs to what is around the transformers model
         if model is not None:
             self._sources, unexpected = _converted_sources(model, inner_name(self._names[model]), self._reader)
@@ -172,11 +174,11 @@ class Pretrained(Initialization):
                 name: _StoredParameter(name, layout.shape) for name, layout in self._reader.layouts.items()
             }
             unexpected = []
-        unexpected += [name for name in self._sources if name not in wanted]
+        unexpected += [name for name in self._sources if name not in targets]
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         problems = [
-            *self._missing(wanted, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-            *self._misshapen(wanted),
+            *self._missing(targets, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+            *self._misshapen(targets),
             *self._unexpected(unexpected, ignored),
         ]
         if problems:
@@ -186,11 +188,11 @@ class Pretrained(Initialization):
                 f"model as the folder's config.json says, or say with allow_missing=... (then {otherwise}) and "
                 "allow_unexpected=... (then left out) what is meant."
             )
-        return wanted, unexpected
+        return targets, unexpected
 
-    def _missing(self, wanted: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
-        there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied ones may have another name
-        for name, tensor in wanted.items():
+    def _missing(self, targets: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
+        there = {id(tensor) for name, tensor in targets.items() if self.has(name)}  # tied ones may have another name
+        for name, tensor in targets.items():
             is_excused = id(tensor) in there or any(re.search(pattern, name) for pattern in ignored)
             if not is_excused and not _matches(name, self._allow_missing):
                 yield f"missing: {name} {tuple(tensor.shape)}"
@@ -200,13 +202,13 @@ class Pretrained(Initialization):
             if not any(re.search(pattern, name) for pattern in ignored) and not _matches(name, self._allow_unexpected):
                 yield f"unexpected: {name}"
 
-    def _misshapen(self, wanted: Mapping[str, Tensor]) -> Iterator[str]:
+    def _misshapen(self, targets: Mapping[str, Tensor]) -> Iterator[str]:
         for name, source in self._sources.items():
-            if name not in wanted:
+            if name not in targets:
                 continue
             shape = source.shape if isinstance(source, _StoredParameter) else self._made_shape(source, name)
-            if shape is not None and shape != tuple(wanted[name].shape):
-                yield f"another shape: {name} is {tuple(wanted[name].shape)}, the folder has {shape}"
+            if shape is not None and shape != tuple(targets[name].shape):
+                yield f"another shape: {name} is {tuple(targets[name].shape)}, the folder has {shape}"
 
     def _made_shape(self, conversion: _Conversion, name: str) -> tuple[int, ...] | None:
         """Return the shape of what a conversion makes; None if only its result can tell."""
@@ -310,7 +312,7 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     """
     loading, mapping = _library("core_model_loading"), _library("conversion_mapping")
     prefix = f"{path}." if path else ""
-    wanted = {inner_name(name): value for name, value in model.state_dict().items()}
+    targets = {inner_name(name): value for name, value in model.state_dict().items()}
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
@@ -319,10 +321,10 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     converted: dict[str, list[tuple[str, str]]] = {}
     unexpected = []
     for key in sorted(reader.layouts, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
+        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and key in targets:
             name, pattern = key, None
-        if name not in wanted:
+        if name not in targets:
             unexpected.append(key)
         elif pattern is None:
             sources[prefix + name] = _StoredParameter(key, reader.layouts[key].shape)

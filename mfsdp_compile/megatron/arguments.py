@@ -21,11 +21,11 @@ def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
     group = parser.add_argument_group("Megatron FSDP")
     flags: dict[str, tuple[Flag, str]] = {}
     for section in SECTIONS.values():
-        for of in known(section).values():
-            if (flag := setting_of(of).flag) is not None:
-                flags.setdefault(flag.name, (flag, f"{of.name}: {setting_of(of).here}"))
-    for flag, here in flags.values():
-        how: dict[str, Any] = {"dest": flag.dest, "default": None, "help": here.replace("%", "%%")}
+        for each in known(section).values():
+            if (flag := setting_of(each).flag) is not None:
+                flags.setdefault(flag.name, (flag, f"{each.name}: {setting_of(each).meaning}"))
+    for flag, meaning in flags.values():
+        how: dict[str, Any] = {"dest": flag.dest, "default": None, "help": meaning.replace("%", "%%")}
         if flag.type is None:
             how["action"] = "store_const"
             how["const"] = not flag.name.startswith("--no-")
@@ -49,8 +49,8 @@ def config_from_arguments(arguments: argparse.Namespace) -> ConfigContainer:
     sections = {}
     for section, cls in SECTIONS.items():
         values: dict[str, Any] = {}
-        for name, of in known(cls).items():
-            flag = setting_of(of).flag
+        for name, each in known(cls).items():
+            flag = setting_of(each).flag
             value = getattr(arguments, flag.dest if flag is not None else name, None)
             if value is None and flag is not None:
                 value = flag.absent

@@ -105,8 +105,8 @@ def _new_mesh(sizes: dict[str, int]) -> DeviceMesh:
     """Build a mesh of all ranks, outermost dimension first; return this stage's part. Only ``dp_cp`` may be 1."""
     dims = {name: size for name, size in sizes.items() if size > 1 or name == _INNER}
     mesh = init_device_mesh(compat.device_type(), tuple(dims.values()), mesh_dim_names=tuple(dims))
-    mine = tuple(name for name in dims if name != _STAGES)
-    return mesh if len(mine) == len(dims) else mesh[mine]
+    own = tuple(name for name in dims if name != _STAGES)
+    return mesh if len(own) == len(dims) else mesh[own]
 
 
 def _experts(pg_collection: Any, outer: dist.ProcessGroup | None, has_tensor_parallel: bool) -> dict[str, Any]:

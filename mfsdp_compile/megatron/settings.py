@@ -76,17 +76,19 @@ class Setting:
     """What a field means.
 
     Args:
-        here: What it does here.
+        meaning: What it does here.
         kind: How it is treated.
         flag: The flag that sets it.
     """
 
-    here: str
+    meaning: str
     kind: Treatment
     flag: Flag | None
 
 
-def setting(default: Any, here: str, flag: str | None = "", kind: Treatment = USED, dest: str = "", **how: Any) -> Any:
+def setting(
+    default: Any, meaning: str, flag: str | None = "", kind: Treatment = USED, dest: str = "", **how: Any
+) -> Any:
     """Return the field of a setting.
 
     Args:
@@ -94,24 +96,24 @@ def setting(default: Any, here: str, flag: str | None = "", kind: Treatment = US
         dest: Attribute of the parsed arguments, by default as ``argparse`` makes it from ``flag`` without ``--no-``.
         how: More about the flag; see :class:`Flag`. Its type is that of the field.
     """
-    return field(default=default, metadata={"here": here, "flag": flag, "kind": kind, "dest": dest, "how": how})
+    return field(default=default, metadata={"meaning": meaning, "flag": flag, "kind": kind, "dest": dest, "how": how})
 
 
-def setting_of(of: Field[Any]) -> Setting:
+def setting_of(each: Field[Any]) -> Setting:
     """Return the setting of a field of the classes here."""
-    said, annotation = of.metadata, str(of.type)
-    if said["flag"] is None:
-        return Setting(said["here"], said["kind"], None)
-    name = said["flag"] or "--" + of.name.replace("_", "-")
-    dest = said["dest"] or name.removeprefix("--").removeprefix("no-").replace("-", "_")
+    metadata, annotation = each.metadata, str(each.type)
+    if metadata["flag"] is None:
+        return Setting(metadata["meaning"], metadata["kind"], None)
+    name = metadata["flag"] or "--" + each.name.replace("_", "-")
+    dest = metadata["dest"] or name.removeprefix("--").removeprefix("no-").replace("-", "_")
     kind = None if annotation == "bool" else int if annotation.startswith("int") else str
     nargs = "*" if annotation.startswith("list") else None
-    return Setting(said["here"], said["kind"], Flag(name, dest, kind, nargs, **said["how"]))
+    return Setting(metadata["meaning"], metadata["kind"], Flag(name, dest, kind, nargs, **metadata["how"]))
 
 
 def known(section: type) -> dict[str, Field[Any]]:
     """Return the settings of one of the classes here, by name."""
-    return {of.name: of for of in fields(section)}
+    return {each.name: each for each in fields(section)}
 
 
 _OPTIONS_OF_GROUPS = (
@@ -148,20 +150,20 @@ class Section(Values):
     """Whether there may be settings that only the program reads."""
 
     def __init__(self, **given: Any) -> None:
-        own = {of.name: of for of in fields(self)}  # type: ignore[arg-type]
+        own = {each.name: each for each in fields(self)}  # type: ignore[arg-type]
         for name in given.keys() - own.keys():
             meant = did_you_mean(name, own, cutoff=0.9)
             if meant or not self.takes_others:
                 hint = meant or " docs/megatron.md has a table of all of them."
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}.{hint}")
-        for name, of in own.items():
-            setattr(self, name, given.pop(name, of.default))
+        for name, each in own.items():
+            setattr(self, name, given.pop(name, each.default))
         vars(self).update(given)
 
     @property
     def others(self) -> dict[str, Any]:
         """Settings that only the program reads, by name."""
-        own = {of.name for of in fields(self)}  # type: ignore[arg-type]
+        own = {each.name for each in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in vars(self).items() if name not in own}
 
 

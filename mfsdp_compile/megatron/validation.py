@@ -200,28 +200,28 @@ class _Settings:
         Empty lists count as None.
         """
         for section, cls in SECTIONS.items():
-            for name, of in known(cls).items():
+            for name, each in known(cls).items():
                 value = self[f"{section}.{name}"]
-                if setting_of(of).kind is kind and value not in (of.default, []):
-                    yield f"{section}.{name}", value, of.default, setting_of(of).here
+                if setting_of(each).kind is kind and value not in (each.default, []):
+                    yield f"{section}.{name}", value, each.default, setting_of(each).meaning
 
 
 def _is_enabled(settings: _Settings) -> bool:
-    said = {
+    enabled = {
         name: settings[f"{name}.use_megatron_fsdp"] for name in ("dist", "ddp") if settings.section(name) is not None
     }
-    if any(said.values()) and settings["dist.use_torch_fsdp2"]:
+    if any(enabled.values()) and settings["dist.use_torch_fsdp2"]:
         raise ValueError(
             "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually "
             "exclusive: choose one FSDP implementation, and set the other to False."
         )
-    if len(set(said.values())) > 1:
-        on, off = sorted(said, key=lambda name: not said[name])
+    if len(set(enabled.values())) > 1:
+        on, off = sorted(enabled, key=lambda name: not enabled[name])
         raise ValueError(
             f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: "
             f"set {off}.use_megatron_fsdp = True too."
         )
-    if any(said.values()):
+    if any(enabled.values()):
         return True
     if settings["checkpoint.ckpt_format"] == "fsdp_dtensor":
         raise ValueError(
@@ -304,18 +304,18 @@ def _captures(settings: _Settings) -> bool:
 
 
 def _refuse(settings: _Settings) -> None:
-    for path, value, default, here in settings.of_kind(Treatment.REFUSED):
-        raise NotImplementedError(f"{path}={value!r} is not implemented: {here}. Leave it at {default!r}.")
+    for path, value, default, meaning in settings.of_kind(Treatment.REFUSED):
+        raise NotImplementedError(f"{path}={value!r} is not implemented: {meaning}. Leave it at {default!r}.")
     ddp = settings.section("ddp")
     if not dataclasses.is_dataclass(ddp):
         return
-    for of in dataclasses.fields(ddp):
-        default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
-        if of.name in known(DistributedDataParallelConfig) or default is dataclasses.MISSING:
+    for each in dataclasses.fields(ddp):
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name in known(DistributedDataParallelConfig) or default is dataclasses.MISSING:
             continue
-        if (value := getattr(ddp, of.name)) != default:
+        if (value := getattr(ddp, each.name)) != default:
             raise NotImplementedError(
-                f"ddp.{of.name}={value!r} is not implemented: this setting is unknown to mfsdp-compile. Leave it at "
+                f"ddp.{each.name}={value!r} is not implemented: this setting is unknown to mfsdp-compile. Leave it at "
                 f"{default!r}."
             )
 
@@ -351,5 +351,5 @@ def _adjust(settings: _Settings) -> None:
         settings.adjust("ddp.overlap_grad_reduce", True, f"{strategy.name.lower()} reduces gradients within backward")
     if strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
         settings.adjust("ddp.overlap_param_gather", True, f"{strategy.name.lower()} gathers parameters within forward")
-    for path, value, _, here in settings.of_kind(Treatment.IDLE):
-        settings.adjustments.append(Adjustment(path, value, value, here))
+    for path, value, _, meaning in settings.of_kind(Treatment.IDLE):
+        settings.adjustments.append(Adjustment(path, value, value, meaning))

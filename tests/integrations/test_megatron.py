@@ -836,7 +836,7 @@ def test_table_of_settings() -> None:
             setting, default = setting_of(of), of.default
             here = {Treatment.REFUSED: "raises NotImplementedError: ", Treatment.IDLE: "no effect: "}.get(
                 setting.kind, ""
-            ) + setting.here
+            ) + setting.meaning
             flag = f"`{setting.flag.name}`" if setting.flag is not None else ""
             rows.append((f"`{section}.{name}`", flag, f"`{default!r}`", here))
     check_table(DOCS / "megatron.md", "settings", ("setting", "flag", "default", "here"), rows)
