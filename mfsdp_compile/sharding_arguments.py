@@ -120,8 +120,8 @@ class Arguments:
             dtype, current = torch.float32 if given else None, getattr(policy, name)
             if current not in (getattr(default, name), dtype):
                 raise ValueError(
-                    f"{older}={given} means {name}={dtype}, but mixed_precision_policy says {current}. Pass only one of "
-                    "them."
+                    f"{older}={given} means {name}={dtype}, but mixed_precision_policy says {current}. Pass only one "
+                    "of them."
                 )
             policy = replace(policy, **{name: dtype})  # type: ignore[arg-type]
         return policy
