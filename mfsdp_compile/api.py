@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
 from mfsdp_compile.runtime.plan.units import UnitModules
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .sharding import shard
 from .sharding_arguments import Arguments, check_flag

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from mfsdp_compile.runtime.geometry.topology import Accumulation, ShardingStrategy
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
-from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
 __all__ = ["GradientMethods"]
 

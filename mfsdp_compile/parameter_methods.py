@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.runtime.eager.modules import register_forward
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import name_of
 
 from .backend.options import parse_bytes

@@ -16,19 +16,19 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.geometry.bucket_plan import Offload
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
+from mfsdp_compile.runtime.geometry.topology import ShardingStrategy, Topology
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
-from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.memory.host import Offload
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.plan.offload import offload_of
 from mfsdp_compile.runtime.plan.units import Unit
 from mfsdp_compile.runtime.program_lines import warn
-from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
-from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
 from .progress import working

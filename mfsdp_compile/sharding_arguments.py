@@ -13,15 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.plan.units import UnitModules
-from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 __all__ = ["Arguments", "check_flag"]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime import compat, recovery
-from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies, PolicyArgument
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 
 from .backend.verify_step import StepComparison, compare_step

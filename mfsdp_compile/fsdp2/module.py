@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
 
-from mfsdp_compile.runtime import recovery
-from mfsdp_compile.runtime.topology import Accumulation
+from mfsdp_compile.runtime.geometry.topology import Accumulation
+from mfsdp_compile.runtime.model.sharded_model import recovery
 
 from .compiled import compile_again, settings_of
 from .first_use import Generated, Pending

@@ -14,8 +14,8 @@ from mfsdp_compile import sharding
 from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
-from mfsdp_compile.runtime.memory.tensor import is_homeless
-from mfsdp_compile.runtime.model import ShardedModel, note_values
+from mfsdp_compile.runtime.memory.bucket import is_homeless
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, note_values
 from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.sharding_arguments import Arguments

@@ -13,7 +13,7 @@ from torch import nn
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.memory.bucket import Bucket
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
 from .first_use import sharded
 from .request import REQUEST

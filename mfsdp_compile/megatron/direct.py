@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mfsdp_compile.distributed_index import FSDPDistributedIndex
-from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, PolicyArgument
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
 from mfsdp_compile.sharding import shard
 from mfsdp_compile.sharding_arguments import Arguments
 
