@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -70,9 +71,10 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
         device_type=_device_type(given.device, module),
     )
 
-    def experts() -> ExpertPlacement:
-        assert given.expt_device_mesh is not None
-        return build_experts(
+    experts: Callable[[], ExpertPlacement] | None = None
+    if given.expt_device_mesh is not None:
+        experts = functools.partial(
+            build_experts,
             given.expt_device_mesh,
             given.dp_shard_dim,
             given.dp_outer_dim,
@@ -83,7 +85,6 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
             given.is_expert,
             topology,
         )
-
     is_whole = given.whole_params or (lambda name, param: False)
     options = ShardingOptions(
         unit_modules=given.fsdp_unit_modules,
@@ -99,7 +100,7 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
         ),
         by_module=given.enable_fine_grained_param_gather,
         whole=[name for name, param in module.named_parameters() if is_whole(name, param)],
-        experts=experts if given.expt_device_mesh is not None else None,
+        experts=experts,
         tensor_parallel=tensor_parallel_mesh(given.device_mesh, given.tp_dim, (given.dp_shard_dim, given.dp_outer_dim)),
         from_meta=_initializer(given.init_fn) if given.init_model_with_meta_device else None,
         buffer_policy=given.buffers,

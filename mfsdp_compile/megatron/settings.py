@@ -11,7 +11,7 @@ too and keep them as attributes, for the program: see :attr:`Section.others`.
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ __all__ = [
     "CheckpointConfig",
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
-    "Flag",
     "GPTModelProvider",
     "OptimizerConfig",
     "SchedulerConfig",
@@ -49,66 +48,50 @@ USED, IDLE, REFUSED = Treatment
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A flag of Megatron-LM's command line.
-
-    Args:
-        name: Name of the flag.
-        dest: Attribute of the parsed arguments.
-        type: Type of its value. None for switches.
-        nargs: Number of values, as for ``argparse``. None: one.
-        choices: Allowed values.
-        opposite: Whether the setting is the negation of the parsed value.
-        absent: Value of the setting without the flag. None: the field's default.
-    """
-
-    name: str
-    dest: str
-    type: type | None = None
-    nargs: str | None = None
-    choices: tuple[str, ...] | None = None
-    opposite: bool = False
-    absent: Any = None
-
-
-@dataclass(frozen=True)
 class Setting:
-    """What a field means.
+    """What a field means, and the flag of Megatron-LM's command line that sets it.
 
     Args:
         meaning: What it does here.
         kind: How it is treated.
-        flag: The flag that sets it.
+        flag: Name of its flag. None: it has none. Empty: that of the field, with hyphens.
+        dest: Attribute of the parsed arguments. Empty: as ``argparse`` makes it from ``flag`` without ``--no-``.
+        choices: Allowed values of the flag.
+        opposite: Whether the setting is the negation of the parsed value.
+        absent: Value of the setting without the flag. None: the field's default.
+        type: Type of the flag's value. None for switches.
+        nargs: Number of values, as for ``argparse``. None: one.
     """
 
     meaning: str
-    kind: Treatment
-    flag: Flag | None
+    kind: Treatment = USED
+    flag: str | None = ""
+    dest: str = ""
+    choices: tuple[str, ...] | None = None
+    opposite: bool = False
+    absent: Any = None
+    type: type | None = None
+    nargs: str | None = None
 
 
-def setting(
-    default: Any, meaning: str, flag: str | None = "", kind: Treatment = USED, dest: str = "", **how: Any
-) -> Any:
-    """Return the field of a setting.
-
-    Args:
-        flag: Name of its flag, by default that of the field with hyphens. None: it has none.
-        dest: Attribute of the parsed arguments, by default as ``argparse`` makes it from ``flag`` without ``--no-``.
-        how: More about the flag; see :class:`Flag`. Its type is that of the field.
-    """
-    return field(default=default, metadata={"meaning": meaning, "flag": flag, "kind": kind, "dest": dest, "how": how})
+def setting(default: Any, meaning: str, **how: Any) -> Any:
+    """Return the field of a :class:`Setting`, which :func:`setting_of` completes by the field's name and type."""
+    return field(default=default, metadata={"setting": Setting(meaning, **how)})
 
 
 def setting_of(each: Field[Any]) -> Setting:
     """Return the setting of a field of the classes here."""
-    metadata, annotation = each.metadata, str(each.type)
-    if metadata["flag"] is None:
-        return Setting(metadata["meaning"], metadata["kind"], None)
-    name = metadata["flag"] or "--" + each.name.replace("_", "-")
-    dest = metadata["dest"] or name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    kind = None if annotation == "bool" else int if annotation.startswith("int") else str
-    nargs = "*" if annotation.startswith("list") else None
-    return Setting(metadata["meaning"], metadata["kind"], Flag(name, dest, kind, nargs, **metadata["how"]))
+    given: Setting = each.metadata["setting"]
+    if given.flag is None:
+        return given
+    flag, annotation = given.flag or "--" + each.name.replace("_", "-"), str(each.type)
+    return replace(
+        given,
+        flag=flag,
+        dest=given.dest or flag.removeprefix("--").removeprefix("no-").replace("-", "_"),
+        type=None if annotation == "bool" else int if annotation.startswith("int") else str,
+        nargs="*" if annotation.startswith("list") else None,
+    )
 
 
 def known(section: type) -> dict[str, Field[Any]]:
