@@ -14,19 +14,9 @@ __all__ = ["compile_again", "compiled_modules", "settings_of"]
 
 
 def compiled_modules(root: nn.Module, wrappers: Sequence[nn.Module]) -> dict[nn.Module, compat.CompileSettings]:
-    """Return the modules that were compiled with another backend than ours, and how.
-
-    Args:
-        wrappers: What ``torch.compile`` has made of modules, in addition to those inside.
-
-    Raises:
-        ValueError: The backend cannot be the compiler behind ours.
-    """
-    found = {}
-    for name, module in [*root.named_modules(), *(("", wrapper) for wrapper in wrappers)]:
-        if (how := settings_of(module, name)) is not None:
-            found[module] = how
-    return found
+    """Return what :func:`settings_of` does for modules inside, and for what ``torch.compile`` has made of others."""
+    named = [*root.named_modules(), *(("", wrapper) for wrapper in wrappers)]
+    return {module: settings for name, module in named if (settings := settings_of(module, name)) is not None}
 
 
 def settings_of(module: nn.Module, name: str) -> compat.CompileSettings | None:

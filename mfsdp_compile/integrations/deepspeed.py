@@ -119,6 +119,14 @@ refused | another kind of parallelism: apply it to the model before it is sharde
 """)
 """Keys of the file."""
 
+_FP16_KEYS = _keys("""
+ignored | GradScaler halves its scale at each overflow | hysteresis consecutive_hysteresis
+ignored | GradScaler has no lower bound | min_loss_scale
+ignored | inputs are cast to the dtype that the model computes in | auto_cast
+ignored | of an earlier version | fused_mode
+""")
+"""Keys of ``fp16`` that have no effect."""
+
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "data_types")
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -254,7 +262,7 @@ class _Translation:
         self._sort(zero, ZERO_KEYS, "zero_optimization.")
         dtype, loss_scale = self._precision(config)
         result = DeepSpeedArguments(
-            self._sharding(zero, config, dtype),
+            self._sharding(zero, config),
             dtype,
             loss_scale,
             *self._batches(config),
@@ -296,24 +304,14 @@ class _Translation:
                 "fp16.fp16_master_weights_and_grads=True: weights would be rounded to float16: pass "
                 "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)"
             )
-        for name, why in {
-            "hysteresis": "GradScaler halves its scale at each overflow",
-            "consecutive_hysteresis": "GradScaler halves its scale at each overflow",
-            "min_loss_scale": "GradScaler has no lower bound",
-            "auto_cast": "inputs are cast to the dtype that the model computes in",
-            "fused_mode": "of an earlier version",
-        }.items():
-            if name in fp16:
-                self._ignored[f"fp16.{name}"] = why
+        self._ignored |= {f"fp16.{name}": key.why for name, key in _FP16_KEYS.items() if name in fp16}
         scale = {
             "init_scale": 2.0 ** fp16.get("initial_scale_power", 16),
             "growth_interval": fp16.get("loss_scale_window", 1000),
         }
         return torch.float16, scale
 
-    def _sharding(
-        self, zero: Mapping[str, Any], config: Mapping[str, Any], dtype: torch.dtype | None
-    ) -> dict[str, Any]:
+    def _sharding(self, zero: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         stage = int(zero.get("stage", 0))
         given: dict[str, Any] = {"zero_dp_strategy": stage}
         if zero.get("overlap_comm") is not None:

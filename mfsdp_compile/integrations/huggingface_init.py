@@ -251,12 +251,7 @@ class Pretrained(Initialization):
 
 @dataclass(frozen=True)
 class _StoredParameter:
-    """A parameter that the folder stores unchanged.
-
-    Args:
-        key: Its name in the folder.
-        shape: Its shape.
-    """
+    """A parameter that the folder stores unchanged, as ``key``."""
 
     key: str
     shape: tuple[int, ...]
@@ -306,9 +301,7 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     """Return the source of each parameter and buffer of a transformers model, by name, and the unused tensors.
 
     Args:
-        model: The transformers model that the folder belongs to.
         path: Path of the model inside the sharded module, which the returned names refer to.
-        reader: Reader of the folder.
     """
     loading, mapping = _library("core_model_loading"), _library("conversion_mapping")
     prefix = f"{path}." if path else ""
