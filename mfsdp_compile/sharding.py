@@ -48,6 +48,7 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
     Raises:
         RuntimeError, TypeError, ValueError: See :func:`~mfsdp_compile.fully_shard_model`.
     """
+    shorten_uncaught()
     given.check()
     precision = given.precision
     if not isinstance(module, nn.Module):
@@ -56,7 +57,6 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
         raise ValueError(
             "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."
         )
-    shorten_uncaught()
     _refuse_other_data_parallelism(module)
     strategy = ShardingStrategy.of(given.zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
