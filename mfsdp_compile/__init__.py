@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
-    from .runtime.geometry.topology import ShardingStrategy
+    from .runtime.geometry.placements import ShardingStrategy
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.plan.precision import MixedPrecisionPolicy
@@ -43,7 +43,7 @@ _PLACES = {
     "megatron": "DistributedDataParallelConfig DistributedOptimizer FullyShardedDataParallel",
     "passes.verifier.verify": "ScheduleError verify",
     "pretrained": "load_pretrained save_pretrained",
-    "runtime.geometry.topology": "ShardingStrategy",
+    "runtime.geometry.placements": "ShardingStrategy",
     "runtime.plan.communicators": "Communication Communicator",
     "runtime.plan.offload": "OptimizerOffloadPolicy",
     "runtime.plan.precision": "MixedPrecisionPolicy",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime.geometry.topology import Accumulation, ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
@@ -83,7 +83,7 @@ class GradientMethods(nn.Module):
             ValueError: If ``force_all_reduce`` is True and the strategy shards anything: a rank has no use for
                 gradients of rows that it does not hold.
         """
-        if force_all_reduce and self.sharded.topology.strategy is not ShardingStrategy.NO_SHARD:
+        if force_all_reduce and self.sharded.topology.over_inner.shards:
             raise ValueError(
                 "force_all_reduce=True asks for full gradients on every rank, but with "
                 f"zero_dp_strategy={self.sharded.topology.strategy.name.lower()!r} each rank holds only its own rows "

@@ -167,7 +167,9 @@ class ParameterMethods(nn.Module):
             )
         if not self.sharded.eager.is_in_window:
             self.sharded.leave_backward()
-        wait = self.sharded.eager.unshard([unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}])
+        wait = self.sharded.eager.gathering.unshard(
+            [unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}]
+        )
         if wait_bucket_ready:
             wait()
 

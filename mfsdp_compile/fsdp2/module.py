@@ -69,7 +69,7 @@ class FSDPModule(Generated):
         state = state_of(self)
         if not state.model.eager.is_in_window:
             state.model.leave_backward()
-        handle = _Unshard(state.model.eager.unshard(state.units))
+        handle = _Unshard(state.model.eager.gathering.unshard(state.units))
         if async_op:
             return handle
         handle.wait()
@@ -78,7 +78,7 @@ class FSDPModule(Generated):
     def reshard(self) -> None:
         """Release the module's own gathered parameters."""
         state = state_of(self)
-        state.model.eager.reshard(state.units)
+        state.model.eager.gathering.reshard(state.units)
 
     @_setting
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

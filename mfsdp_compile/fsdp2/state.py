@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
+from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.memory.bucket import Bucket
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
