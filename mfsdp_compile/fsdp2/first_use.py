@@ -90,9 +90,9 @@ class Pending(Generated):
 
 
 @functools.cache
-def _class_of(cls: type[nn.Module], is_pending: bool, face: type | None) -> type[nn.Module]:
-    bases: list[type] = [*([Pending] if is_pending else []), *([face] if face is not None else []), cls]
-    name, where = (each if face is None else f"FSDP{each}" for each in (cls.__name__, cls.__qualname__))
+def _class_of(cls: type[nn.Module], is_pending: bool, mixin: type | None) -> type[nn.Module]:
+    bases: list[type] = [*([Pending] if is_pending else []), *([mixin] if mixin is not None else []), cls]
+    name, where = (each if mixin is None else f"FSDP{each}" for each in (cls.__name__, cls.__qualname__))
     return type(name, tuple(bases), {"__module__": cls.__module__, "__qualname__": where, "__doc__": cls.__doc__})
 
 
@@ -105,8 +105,8 @@ def set_class(module: nn.Module, is_pending: bool) -> None:
     """Give a module the class of a unit, if it is one, and of a module that waits for its first use."""
     cls, request = type(module), vars(module).get(REQUEST)
     written: Any = _written(cls) if issubclass(cls, Generated) else cls
-    face = request.face if request is not None else None
-    module.__class__ = _class_of(written, is_pending, face) if is_pending or face is not None else written
+    mixin = request.mixin if request is not None else None
+    module.__class__ = _class_of(written, is_pending, mixin) if is_pending or mixin is not None else written
 
 
 @contextlib.contextmanager

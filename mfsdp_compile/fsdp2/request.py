@@ -30,7 +30,7 @@ class Request:
     Args:
         given: The modules that are one unit.
         compiled: What ``torch.compile`` has made of some of them.
-        face: Class that is mixed into those of the modules.
+        mixin: Class that is mixed into those of the modules.
     """
 
     given: tuple[ModuleRef, ...]
@@ -42,7 +42,7 @@ class Request:
     ignored: frozenset[nn.Parameter]
     check_values: bool
     compiled: tuple[ModuleRef, ...]
-    face: type
+    mixin: type
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
