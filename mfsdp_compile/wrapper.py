@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
+from mfsdp_compile.runtime.model import recovery
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
 
 from mfsdp_compile.runtime.geometry.topology import Accumulation
-from mfsdp_compile.runtime.model.sharded_model import recovery
+from mfsdp_compile.runtime.model import recovery
 
 from .compiled import compile_again, settings_of
 from .first_use import Generated, Pending

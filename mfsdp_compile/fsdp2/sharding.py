@@ -15,7 +15,8 @@ from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.bucket import is_homeless
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, note_values
+from mfsdp_compile.runtime.model import first_values
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.sharding_arguments import Arguments
@@ -83,7 +84,7 @@ def _shard_now(root: nn.Module, own: Request, requests: Sequence[Request]) -> Sh
     # The dimensions of tensor parallelism have values to compare, too.
     checks_later = not any(isinstance(param, DTensor) for param in root.parameters() if not is_homeless(param))
     if checks_later and all(request.check_values for request in requests):
-        note_values(param for param in root.parameters() if param not in ignored)
+        first_values.note(param for param in root.parameters() if param not in ignored)
     arguments = Arguments(
         **_mesh(own),
         fsdp_unit_modules=units,
