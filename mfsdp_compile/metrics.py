@@ -169,11 +169,9 @@ class StepRecord:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization: :attr:`flops_per_second` as a fraction of the peak."""
-        return (
-            self.flops_per_second / self.peak_flops
-            if self.flops_per_second is not None and self.peak_flops is not None
-            else None
-        )
+        if self.flops_per_second is None or self.peak_flops is None:
+            return None
+        return self.flops_per_second / self.peak_flops
 
     def scalars(self) -> dict[str, float]:
         """Return what is known, by torchtitan's names. ``throughput(tps)`` and ``tflops`` are those of a rank."""

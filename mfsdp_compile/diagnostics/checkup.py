@@ -87,22 +87,16 @@ def _version(package: str) -> str:
 
 def _torch() -> Finding:
     newest = ".".join(map(str, compat.MAX_TESTED_TORCH))
-    problem = (
-        ""
-        if compat.TORCH_VERSION <= compat.MAX_TESTED_TORCH
-        else f"the newest that was tested is {newest}. Install it."
+    is_tested = compat.TORCH_VERSION <= compat.MAX_TESTED_TORCH
+    return Finding(
+        "torch", torch.__version__, "" if is_tested else f"the newest that was tested is {newest}. Install it."
     )
-    return Finding("torch", torch.__version__, problem)
 
 
 def _gpus() -> Finding:
     if not torch.cuda.is_available():
-        built = (
-            f"none; torch is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "none; a CPU build of torch"
-        )
-        return Finding("GPUs", built)
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build of torch"
+        return Finding("GPUs", f"none; {built}")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
     driver = compat.cuda_driver_version()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
