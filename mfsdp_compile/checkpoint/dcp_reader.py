@@ -1,6 +1,6 @@
 """Reading checkpoint directories of torch.distributed.checkpoint (DCP) in one process, one tensor at a time.
 
-Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.pickles`).
+Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.dcp_metadata`, :mod:`.archives`).
 
 A DCP directory ::
 
@@ -36,8 +36,10 @@ from torch.futures import Future
 
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, open_regular
 
+from .archives import StoredTensor, check_archive, check_sums, load_object, stored_tensor
+from .dcp_metadata import load_metadata
 from .dcp_writer import CheckpointWriter, new_output
-from .pickles import CheckpointError, StoredTensor, check_archive, check_sums, load_metadata, load_object, stored_tensor
+from .errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

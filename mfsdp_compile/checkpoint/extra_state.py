@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mfsdp_compile.runtime.init.mersenne import words_of
 
-from .pickles import CheckpointError, check_archive
+from .archives import check_archive
+from .errors import CheckpointError
 
 __all__ = [
     "GENERATORS",

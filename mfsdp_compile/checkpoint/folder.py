@@ -35,9 +35,9 @@ from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
 
-from .dcp_reader import CheckpointError
+from .errors import CheckpointError, as_checkpoint_error
 from .extra_state import extra_to_tensor, get_generators
-from .loading import PATIENCE, Restored, as_checkpoint_error, load
+from .loading import PATIENCE, Restored, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sharded_part, sync_directory
 

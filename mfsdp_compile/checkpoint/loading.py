@@ -52,14 +52,15 @@ from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
-from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
+from .dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
+from .errors import CheckpointError, as_causes
 from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_generators
 from .manifest import Manifest, damaged_files, read_manifest
 from .megatron_states import PREFIX as MEGATRON_PREFIX
 from .megatron_states import MegatronStates
 from .weights import inner_name
 
-__all__ = ["Restored", "as_checkpoint_error", "load"]
+__all__ = ["Restored", "load"]
 
 EXTRA_STATE = "_extra_state"
 """Last part of the names of the values that modules return from ``get_extra_state``."""
@@ -728,20 +729,6 @@ class _LoadPlan:
                     f"values for them. The values of {first!r} were loaded.",
                     by=None,
                 )
-
-
-def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
-    """Turn torch's exception into a CheckpointError with the errors of the failed ranks.
-
-    ``except Exception`` does not catch torch's own exception.
-    """
-    ranks = ", ".join(map(str, sorted(error.failures)[:8]))
-    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(as_causes(error))}")
-
-
-def as_causes(error: CheckpointException) -> list[str]:
-    """Return what failed, on whichever rank. Without communication, torch calls every rank 0."""
-    return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.untrusted_files import (
     whole,
 )
 
-from .dcp_reader import CheckpointError
+from .errors import CheckpointError
 
 __all__ = [
     "MANIFEST",

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dcp_reader import CheckpointError, CheckpointReader
+from .dcp_reader import CheckpointReader
+from .errors import CheckpointError
 
 __all__ = ["PREFIX", "MegatronStates"]
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mfsdp_compile.checkpoint.archives import load_object
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
-from mfsdp_compile.checkpoint.pickles import load_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, open_regular
 
 from . import keys

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mfsdp_compile.checkpoint.archives import dump_object
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
-from mfsdp_compile.checkpoint.pickles import dump_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys

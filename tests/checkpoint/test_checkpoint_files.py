@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatron_files import RanksWriter
 from torch import Tensor
 
+from mfsdp_compile.checkpoint.archives import Foreign, dump_object, load_object
 from mfsdp_compile.checkpoint.dcp_reader import (
     CheckpointError,
     CheckpointReader,
@@ -31,7 +32,6 @@ from mfsdp_compile.checkpoint.dcp_reader import (
     new_output,
     read_metadata,
 )
-from mfsdp_compile.checkpoint.pickles import Foreign, dump_object, load_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
