@@ -241,6 +241,10 @@ class CheckpointReader:
         with self._open(info, key) as file:
             return load_object(file, self._named(info, key))
 
+    def read(self, key: str) -> Any:
+        """Return an entry, which may be a tensor or not. Raises what :meth:`tensor` and :meth:`value` raise."""
+        return self.tensor(key) if self.is_tensor(key) else self.value(key)
+
     def raw(self, key: str) -> bytes:
         """Return the serialized bytes of an entry that is not a tensor, checked but not unpickled."""
         info = self._location(MetadataIndex(key))

@@ -68,9 +68,9 @@ class MegatronStates:
         groups: dict[tuple[str, str], dict[str, Any]] = {}
         for key in reader:
             if match := _OF_PARAMETER.fullmatch(key):
-                settings.setdefault(match[1], {})[match[2]] = _value(reader, key)
+                settings.setdefault(match[1], {})[match[2]] = reader.read(key)
             elif (match := _OF_GROUP.fullmatch(key)) and match[3] != "params":
-                groups.setdefault((match[1] or "", match[2]), {})[match[3]] = _value(reader, key)
+                groups.setdefault((match[1] or "", match[2]), {})[match[3]] = reader.read(key)
         main_weights = {match[1]: key for key, match in found if match[2] in _MAIN_WEIGHTS}
         return cls(str(reader.directory), main_weights, settings, tuple(groups.values()))
 
@@ -99,7 +99,3 @@ class MegatronStates:
                 "again, with --param-to-param-group-map-json. Nothing was loaded."
             )
         return torch.tensor(float(found[0]))
-
-
-def _value(reader: CheckpointReader, key: str) -> Any:
-    return reader.tensor(key) if reader.is_tensor(key) else reader.value(key)

@@ -281,9 +281,7 @@ def _is_rerun(key: str) -> bool:
 
 def _common(reader: CheckpointReader, leaves: list[str], options: TorchDistOptions) -> dict[str, Any]:
     """Build the contents of ``common.pt`` from the dotted keys of fsdp_dtensor."""
-    held = {
-        key: reader.tensor(key) if reader.is_tensor(key) else reader.value(key) for key in leaves if not _is_rerun(key)
-    }
+    held = {key: reader.read(key) for key in leaves if not _is_rerun(key)}
     renamed = {
         key.replace("optimizer.param_groups.", "optimizer.optimizer.param_groups.", 1)
         if key.startswith("optimizer.param_groups.")

@@ -30,8 +30,11 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 from . import published
+from .jobs import Job, Planned
 from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of
-from .planner import Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
+from .on_ranks import problem_of
+from .planner import Forecast, plan, planned
+from .sizes import best_size, knee_bytes, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 __all__ = ["add_arguments", "report_of", "run"]

@@ -34,10 +34,12 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, StartCopy, Timeline, host_memory, resting_memory, simulate
-from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
+from mfsdp_compile.planning import Candidate, Job, Planned, plan, trace_model, workload
 from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
-from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_of, sizes
+from mfsdp_compile.planning.on_ranks import problem_of
+from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKENS_OFF, TOKENS_OFF_MEDIAN
+from mfsdp_compile.planning.sizes import best_size, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
