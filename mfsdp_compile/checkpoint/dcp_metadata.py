@@ -1,7 +1,7 @@
 """Reading ``.metadata`` of a checkpoint, a plain pickle, without running code that it may contain.
 
-torch's own safe unpickler (``weights_only=True``) reads protocol 2 only, and DCP writes protocol 4: so the pickle becomes
-inert records first, of which torch's metadata is made here.
+torch's own safe unpickler (``weights_only=True``) reads protocol 2 only, and DCP writes protocol 4: so the pickle
+becomes inert records first, of which torch's metadata is made here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class _MetadataUnpickler(InertUnpickler):
         except KeyError:
             raise CheckpointError(
                 f"{self._path} asks for the class {module}.{name}, which no checkpoint's metadata needs. Unpickling it "
-                "could run arbitrary code, so it was not loaded. Do not use this checkpoint unless you know who wrote it."
+                "could run arbitrary code, so it was not loaded. Do not use this checkpoint unless you know who wrote "
+                "it."
             ) from None
 
 

@@ -311,8 +311,8 @@ class CheckpointReader:
 
     def _unlike(self, info: Any, key: str, sizes: Sequence[int], dtype: torch.dtype, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._named(info, key)}: .metadata describes {tuple(sizes)} {dtype}, but the file has {found}. They are not "
-            "of the same checkpoint: copy it again."
+            f"{self._named(info, key)}: .metadata describes {tuple(sizes)} {dtype}, but the file has {found}. They are "
+            "not of the same checkpoint: copy it again."
         )
 
     def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
@@ -465,6 +465,7 @@ class _FileRange(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._at)
-        count: int = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0  # type: ignore[attr-defined]
+        wanted = memoryview(buffer)[: max(self._length - self._at, 0)]
+        count: int = self._file.readinto(wanted) or 0  # type: ignore[attr-defined]
         self._at += count
         return count

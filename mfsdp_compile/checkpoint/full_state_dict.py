@@ -34,8 +34,8 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     Parameters are gathered bucket by bucket: no rank ever holds two copies of the model, and the other ranks hold none.
 
     Args:
-        model: The sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`. Names are those of its module, dtypes
-            those of the shards.
+        model: The sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`. Names are those of its
+            module, dtypes those of the shards.
         rank: The rank that gets the state dict, in the process group of the model's ranks. None: all ranks.
 
     Returns:

@@ -1,7 +1,7 @@
 """Unpickling into inert records: nothing that a pickle names is imported, called or changed.
 
-It is the Python implementation of pickle, in which each operation can be replaced. The C implementation lets a pickle set
-attributes of objects that it names, and allocates memory for the highest index that it mentions.
+It is the Python implementation of pickle, in which each operation can be replaced. The C implementation lets a pickle
+set attributes of objects that it names, and allocates memory for the highest index that it mentions.
 """
 
 from __future__ import annotations

@@ -329,8 +329,8 @@ class LoadPlan:
         if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
             raise CheckpointError(
                 f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
-                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was saved. "
-                "Nothing was loaded."
+                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was "
+                "saved. Nothing was loaded."
             )
         return found[0] if found else {}
 
@@ -365,7 +365,8 @@ class LoadPlan:
             raise CheckpointError(
                 f"{self._reader.directory} does not fit the model. Nothing was loaded.\n"
                 + "\n".join(lines)
-                + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' do."
+                + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' "
+                "do."
             )
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -221,9 +221,9 @@ class _Load:
             and manifest.optimizer not in (None, optimizer_name(optimizer))
         ):
             raise CheckpointError(
-                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
-                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. Nothing was "
-                "loaded."
+                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into "
+                f"one of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. "
+                "Nothing was loaded."
             )
         self._plan = LoadPlan(self._reader, model, optimizer, allowed)
         ranks = dist.get_world_size(self._sharded.everyone)
@@ -234,8 +234,8 @@ class _Load:
         needed = {".metadata", *(info.relative_path for info in self._reader.metadata.storage_data.values())}
         if unlisted := sorted(needed - set(manifest.files)):
             raise CheckpointError(
-                f"{self._directory}: the manifest does not list {', '.join(unlisted[:4])}, so it proves nothing about the "
-                "values there. Use another checkpoint; verify=False loads it unverified."
+                f"{self._directory}: the manifest does not list {', '.join(unlisted[:4])}, so it proves nothing about "
+                "the values there. Use another checkpoint; verify=False loads it unverified."
             )
 
     def prepare(self) -> list[str]:

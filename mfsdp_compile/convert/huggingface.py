@@ -139,8 +139,8 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
     extras = _extras(carried)
     if not single_file and not any(path.name == "config.json" for path in extras):
         plan.notes.append(
-            f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from where "
-            "the model's folder is."
+            f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from "
+            "where the model's folder is."
         )
     for file, names in files.items():
         moves = [

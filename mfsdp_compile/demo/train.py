@@ -413,8 +413,8 @@ def _summarize(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
 
     buckets = len(outcome.layouts)
     console.print(
-        f"one step: {outcome.collectives['gathers']} all-gathers and {outcome.collectives['reductions']} reduce-scatters "
-        f"for {buckets} buckets (counted)"
+        f"one step: {outcome.collectives['gathers']} all-gathers and {outcome.collectives['reductions']} "
+        f"reduce-scatters for {buckets} buckets (counted)"
     )
     for phase in ("forward", "backward"):
         if phase in outcome.schedules:

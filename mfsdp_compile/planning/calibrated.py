@@ -63,8 +63,8 @@ def shapes_of_workload(model: str, batch: int | None = None, length: int | None 
 
     Args:
         model: What :func:`~mfsdp_compile.planning.workload` takes.
-        batch, length: Sequences per rank, and their length. None: those of the demo for ``"demo"``; otherwise 1, and the
-            model's default length.
+        batch, length: Sequences per rank, and their length. None: those of the demo for ``"demo"``; otherwise 1, and
+            the model's default length.
 
     Raises:
         ValueError: There is no such model, or it has no linear layers.

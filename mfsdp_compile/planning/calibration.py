@@ -1,4 +1,4 @@
-"""``mfsdp calibrate``: measure the current machine and save it as :class:`~mfsdp_compile.passes.solver.hardware.Hardware`.
+"""``mfsdp calibrate``: measure the current machine, and save it as :class:`.Hardware`.
 
 Every rank computes at the same time, as in training; rank 0's times are used. Each time is the best of several rounds.
 Peaks are the best rates found; efficiencies are the typical rates relative to them. Collectives are timed among all
@@ -74,8 +74,8 @@ def calibrate(
     if ranks == 1:
         console.print("One rank has nobody to send to: links are not measured. Give --ranks 2 or more.", soft_wrap=True)
     console.print(
-        f'written to {out}. It is used by torch.compile(model, backend="mfsdp", options={{"hardware": "{out}"}}) and by '
-        f"mfsdp plan --hardware {out}",
+        f'written to {out}. It is used by torch.compile(model, backend="mfsdp", options={{"hardware": "{out}"}}) and '
+        f"by mfsdp plan --hardware {out}",
         markup=False,
         highlight=False,
         soft_wrap=True,

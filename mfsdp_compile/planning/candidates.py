@@ -45,8 +45,8 @@ class Candidate:
             raise ValueError(f"{self.degrees.context} context-parallel ranks do not divide {self.inner} inner ranks")
         if self.inner * self.degrees.tensor % self.degrees.experts_apart:
             raise ValueError(
-                f"{self.degrees.experts_apart} ranks with different experts do not divide {self.inner * self.degrees.tensor} "
-                "inner and tensor-parallel ranks"
+                f"{self.degrees.experts_apart} ranks with different experts do not divide "
+                f"{self.inner * self.degrees.tensor} inner and tensor-parallel ranks"
             )
         if self.keep_gathered and (self.degrees.pipeline == 1 or self.outer_shards or self.strategy != 3):
             raise ValueError("keep_gathered is only for pipelines with sharded parameters, without HFSDP")

@@ -184,7 +184,7 @@ def _repeat(outline: Outline, run: EqualUnits, numbers: Mapping[tuple[int, int],
     own = {number for number, _ in numbers}
 
     def moved(place: int, last: int) -> int:
-        """Move a place of another unit's bucket. One that lives on behind the run begins, if inside, in its last unit."""
+        """Move a place of another unit's bucket. What lives on behind the run begins, if inside, in its last unit."""
         return place + (count - 1) * length if last >= end and place >= begin else place
 
     def use_of(lives: Iterable[tuple[int, int, int]]) -> Use:
@@ -230,10 +230,10 @@ def _repeat(outline: Outline, run: EqualUnits, numbers: Mapping[tuple[int, int],
 
 
 def _copies(outline: Outline, labels: Sequence[str], begin: int, count: int) -> Iterator[Copies]:
-    """Yield the copies of an outline in which ``count`` units are in the place of the one that begins with segment ``begin``.
+    """Yield the copies of an outline in which ``count`` units replace the one that begins with segment ``begin``.
 
-    A copy's start and wait are up to two units apart: one is where the unit computes or reads the values, the other one at
-    the turn of a unit before or after it. They are as far apart everywhere.
+    A copy's start and wait are up to two units apart: one is where the unit computes or reads the values, the other one
+    at the turn of a unit before or after it. They are as far apart everywhere.
 
     Args:
         labels: Unit of each segment of the result.

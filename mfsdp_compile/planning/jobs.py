@@ -80,8 +80,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.offload != NOTHING and self.precision.param_comm_dtype is not None:
             raise ValueError(
-                "units in host memory cannot be gathered in float8 or float4, from a shard on the device: leave out --offload "
-                "or --gather-fp8 (--gather-fp4)"
+                "units in host memory cannot be gathered in float8 or float4, from a shard on the device: leave out "
+                "--offload or --gather-fp8 (--gather-fp4)"
             )
 
     def microbatches_of(self, candidate: Candidate) -> int:

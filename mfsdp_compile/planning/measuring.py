@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -233,7 +234,7 @@ def _matmul(clock: _OperationTimer, dtype: torch.dtype) -> tuple[float, ...]:
         try:
             left = torch.randn(rows, inner, device=clock.device).to(dtype)
             right = torch.randn(columns, inner, device=clock.device).to(dtype)
-            rates.append(flops / clock.seconds(lambda left=left, right=right: F.linear(left, right)))  # type: ignore[misc]
+            rates.append(flops / clock.seconds(functools.partial(F.linear, left, right)))
         except RuntimeError:
             if clock.device.type == "cuda":
                 raise
@@ -312,8 +313,8 @@ def _slowdown(clock: _OperationTimer, dtype: torch.dtype, gather: Timing | None)
     """Return the fraction by which computation slows down while a collective runs.
 
     Matrix products run with and without an all-gather beside them, which has the time to finish. The difference is what
-    the all-gather costs them. In a simulation it lasts as long as without products, so that what it loses to them, where
-    it needs the same cores, counts as theirs.
+    the all-gather costs them. In a simulation it lasts as long as without products, so that what it loses to them,
+    where it needs the same cores, counts as theirs.
 
     Args:
         gather: The all-gather. Read on rank 0, which broadcasts its size and how many products there are.

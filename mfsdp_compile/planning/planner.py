@@ -1,7 +1,7 @@
 """Planning: evaluates strategies, meshes and numbers of ranks without running them.
 
-A model is traced once (:mod:`.trace_model`). Everything else is closed-form arithmetic: layouts, collectives, a schedule
-within the memory budget, and its simulation.
+A model is traced once (:mod:`.trace_model`). Everything else is closed-form arithmetic: layouts, collectives, a
+schedule within the memory budget, and its simulation.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def _divided(work: Workload, degrees: Degrees) -> Divided | None:
     for kind, size in degrees._asdict().items():
         if size > 1 and (work.divided is None or kind not in work.divided.by):
             raise ValueError(
-                f"{work.name} cannot be planned with {size} {kind.replace('_', ' ')}-parallel ranks: the workload does not say how it "
-                "is divided over them (Workload.divided)"
+                f"{work.name} cannot be planned with {size} {kind.replace('_', ' ')}-parallel ranks: the workload does "
+                "not say how it is divided over them (Workload.divided)"
             )
     assert work.divided is not None
     if work.length % (2 * degrees.context) and degrees.context > 1:
@@ -373,8 +373,8 @@ def _outlines(
     except compat.not_traceable() as error:
         why = reason_and_place(str(error), compat.where_not_traceable(error))
         raise RuntimeError(
-            f"torch.compile cannot make one graph of {work.name}, which a plan needs: {why}. mfsdp_compile.explain(model, "
-            "*inputs) on a sharded model shows all such places."
+            f"torch.compile cannot make one graph of {work.name}, which a plan needs: {why}. "
+            "mfsdp_compile.explain(model, *inputs) on a sharded model shows all such places."
         ) from None
     if Phase.BACKWARD not in outlines:
         raise RuntimeError(f"{work.name} has no trainable parameters, or its output does not depend on them")

@@ -300,8 +300,8 @@ def divided_moe(config: MoeConfig) -> Divided:
     def inputs(part: ModelPart, batch: int, length: int) -> Inputs:
         if length % part.degrees.tensor:
             raise ValueError(
-                f"sequences of {length} tokens cannot be divided over {part.degrees.tensor} tensor-parallel ranks, each of "
-                "which sends the tokens of as many positions to experts"
+                f"sequences of {length} tokens cannot be divided over {part.degrees.tensor} tensor-parallel ranks, "
+                "each of which sends the tokens of as many positions to experts"
             )
         return _tokens(config.vocabulary)(batch, length)
 

@@ -318,7 +318,8 @@ def _units(report: StepReport) -> Table:
     lines.append(
         ("total" if len(compared) == len(rows) else "total of what was measured", "", predicted, measured, error)
     )
-    about += f" Of what was measured, together: {predicted} predicted, {measured} measured, so that the prediction is off by {error}."
+    about += f" Of what was measured, together: {predicted} predicted, {measured} measured"
+    about += f", so that the prediction is off by {error}."
     header = ("unit", "stage", "predicted", "measured", "error")
     return Table("time by unit", header, tuple(lines), about, total=True, detail=True)
 
@@ -352,8 +353,8 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
         lines.append((f"all {len(buckets):,}", *sizes, ""))
     about = (
-        "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "(host: in host memory) and of the whole as it is gathered. Neighbors that are alike share a line."
+        "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's "
+        "shard (host: in host memory) and of the whole as it is gathered. Neighbors that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)

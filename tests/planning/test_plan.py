@@ -200,7 +200,7 @@ SAVED_ON_HOST = {"activation_offload": True, "batch": 16, "length": 128}  # valu
 )
 def test_few_layers_say_what_all_do(options: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     short = traced_llama(6, **options)
-    monkeypatch.setattr(trace_model, "_AROUND", ())
+    monkeypatch.setattr(trace_model, "AROUND", ())
     whole = trace(llama(6, **options), CPU, fused=True)
     assert (len(short.units), len(whole.units)) == (layers + 2, 6 + 2)
     for phase, outline in whole.outlines.items():

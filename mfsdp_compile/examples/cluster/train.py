@@ -5,9 +5,9 @@
 Every launcher that sets torchrun's variables starts it: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
 ``MASTER_ADDR``, ``MASTER_PORT``. All nodes must see the same ``--folder``.
 
-``--batch`` is the batch of the whole job, and data depend on the step alone: on another number of ranks, a step computes the
-same gradient, except for rounding. On SIGTERM or SIGUSR1 to any rank, all save after the current step and exit with 143: a
-launcher then knows that training is not finished.
+``--batch`` is the batch of the whole job, and data depend on the step alone: on another number of ranks, a step
+computes the same gradient, except for rounding. On SIGTERM or SIGUSR1 to any rank, all save after the current step and
+exit with 143: a launcher then knows that training is not finished.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def sharding(how: str, kind: str, ranks: int) -> dict[str, Any]:
     """Return arguments of ``fully_shard_model``.
 
     Args:
-        how: ``"fsdp"``: over all ranks. ``"hsdp"``: over those of a node, with a copy in each node. ``"hfsdp"``: the same,
-            with optimizer state over all.
+        how: ``"fsdp"``: over all ranks. ``"hsdp"``: over those of a node, with a copy in each node. ``"hfsdp"``: the
+            same, with optimizer state over all.
         kind: Type of device.
     """
     in_node = int(os.environ["LOCAL_WORLD_SIZE"])
