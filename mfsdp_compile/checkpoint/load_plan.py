@@ -365,8 +365,8 @@ class LoadPlan:
             raise CheckpointError(
                 f"{self._reader.directory} does not fit the model. Nothing was loaded.\n"
                 + "\n".join(lines)
-                + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' "
-                "do."
+                + "\nName what is meant to be different in the argument in parentheses; patterns such as "
+                "'model.head.*' do."
             )
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     optimizer.state.module.module.module.layers.0.weight.exp_avg           a state
     optimizer.state.module.module.module.layers.0.weight.param             the main weight, in float32
     optimizer.param_to_group_meta.module.module.module.layers.0.weight.lr  a parameter's setting, if groups were mapped
-    optimizer.param_groups.0.step                                          a setting of a group, which names no parameter
+    optimizer.param_groups.0.step                                          a group's setting; it names no parameters
 
 Megatron counts steps by group, torch by parameter. It keeps weights in the dtype of the model, and main weights among
 the states of the optimizer; here the shards are the main weights.
