@@ -6,8 +6,7 @@ prefix with which most names match is used, so checkpoints of plain models, DDP 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,7 +29,7 @@ from .megatron_states import PREFIX as MEGATRON_PREFIX
 from .megatron_states import MegatronStates
 from .weights import inner_name
 
-__all__ = ["Allowed", "LoadPlan"]
+__all__ = ["LoadPlan"]
 
 EXTRA_STATE = "_extra_state"
 """Last part of the names of the values that modules return from ``get_extra_state``."""
@@ -39,26 +38,20 @@ _MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
 _NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
 
 
-@dataclass
-class Comparison:
-    """Differences between the model and a checkpoint, by names for messages."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    reshaped: list[tuple[str, str]] = field(default_factory=list)
-    cast: list[tuple[str, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Allowed:
-    missing: Sequence[str]
-    unexpected: Sequence[str]
-    reshaped: Sequence[str]
-    cast: Sequence[str]
+DIFFERENCES = {
+    "missing": "missing",
+    "unexpected": "unexpected",
+    "reshaped": "of another shape",
+    "cast": "of another dtype",
+}
+"""Kinds of differences between a model and a checkpoint, as in the arguments ``allow_...`` of a load, and in words."""
 
 
 class LoadPlan:
     """Which stored key goes where. Made without communication, from information that is the same on all ranks.
+
+    Args:
+        allowed: Patterns of names that may differ, by kind of difference.
 
     Raises:
         CheckpointError: If the checkpoint does not match.
@@ -69,11 +62,11 @@ class LoadPlan:
         reader: CheckpointReader,
         model: MegatronFSDP,
         optimizer: torch.optim.Optimizer | None,
-        allowed: Allowed,
+        allowed: Mapping[str, Sequence[str]],
     ) -> None:
         self.in_place: dict[str, Tensor] = {}  # by stored key: the model's own memory
         self.staged: dict[str, Any] = {}  # memory of the load's; None for what is not a tensor
-        self.compared = Comparison()
+        self.differences: dict[str, list[tuple[str, str]]] = {kind: [] for kind in DIFFERENCES}  # names, and how
         self._optimizer = optimizer
         self._reader = reader
         self._stored = reader.metadata.state_dict_metadata
@@ -107,6 +100,9 @@ class LoadPlan:
             if key in self.in_place or key in self.staged or key in self._elsewhere
         ]
 
+    def _differs(self, kind: str, name: str, how: str = "") -> None:
+        self.differences[kind].append((name, how))
+
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def _plan_model(self) -> None:
@@ -129,7 +125,7 @@ class LoadPlan:
             if found is None:
                 twins = names_of.get(id(params.get(name)), ())
                 if not any(inner_name(twin) in stored for twin in twins):
-                    self.compared.missing.append(f"model.{name}")
+                    self._differs("missing", f"model.{name}")
                 continue
             self._used.add(found)
             if not isinstance(value, Tensor):
@@ -137,7 +133,7 @@ class LoadPlan:
                     self.staged[found] = None
                     self._not_in_place[name] = found
                 else:
-                    self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
+                    self._differs("reshaped", f"model.{name}", f"a tensor there, a {type(value).__name__} here")
             elif self._fits(f"model.{name}", found := self._best(name, found, value.dtype), value.shape, value.dtype):
                 own = params.get(name, buffers.get(name))
                 if own is None or _address(own) != _address(value):  # created by a hook of the module
@@ -148,7 +144,8 @@ class LoadPlan:
                     self._twins.append((first, name, found, value))
                 else:
                     self.in_place[found] = value
-        self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
+        unused = [name for name, key in stored.items() if key not in self._used]
+        self.differences["unexpected"] += [(f"model.{name}", "") for name in unused]
 
     def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
         """Return the key to load a weight from: that of its main weight, if this has the dtype of the shard."""
@@ -172,7 +169,7 @@ class LoadPlan:
             if inner == inner_name(name) or inner.startswith(f"{inner_name(name)}.")
         }
         if not keys:
-            self.compared.missing.append(f"model.{name}")
+            self._differs("missing", f"model.{name}")
             return
         self._used.update(keys.values())
         if inner_name(name) in keys:
@@ -209,7 +206,7 @@ class LoadPlan:
             (MEGATRON_PREFIX, "module.", ""),
             key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix)),
         )
-        reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
+        reshaped = {name.removeprefix("model.") for name, _ in self.differences["reshaped"]}
         whole = whole_step_of(optimizer)
         with_state: dict[str, set[str]] = {}  # parameter's name -> its entries
         for key, info in self._stored.items():
@@ -218,14 +215,14 @@ class LoadPlan:
             name, state = self._state_key(key)
             owner = by_inner.get(name)
             if owner is None:
-                self.compared.unexpected.append(f"optimizer.{name}.{state}")
+                self._differs("unexpected", f"optimizer.{name}.{state}")
                 continue
             if self._megatron is not None and self._megatron.is_main_weight(key):
                 continue
             with_state.setdefault(owner, set()).add(state)
             param = params[owner]
             if owner in reshaped:  # a part of its state is useless; the state starts fresh
-                self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
+                self._differs("reshaped", f"optimizer.{owner}.{state}", "of a parameter of another shape")
                 continue
             if whole is not None and not whole.owns(param):
                 self._elsewhere.add(key)
@@ -239,7 +236,7 @@ class LoadPlan:
             else:
                 dtype = info.properties.dtype
                 if dtype.is_floating_point and dtype != param.dtype:
-                    self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
+                    self._differs("cast", f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here")
                     dtype = param.dtype
                 self.staged[key] = _beside(param, dtype)
             if self._megatron is not None:
@@ -247,10 +244,8 @@ class LoadPlan:
                 if (step := self._megatron.step_of(name)) is not None:
                     self._steps[owner] = step
         if with_state or not any(key.startswith("optimizer.") for key in self._stored):
-            self.compared.missing += [
-                f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
-            ]
-
+            without = [name for name, param in params.items() if name not in with_state and param.requires_grad]
+            self.differences["missing"] += [(f"optimizer.{name}", "") for name in without]
         self._plan_missing_entries(optimizer, {name: its for name, its in with_state.items() if name not in reshaped})
 
     def _plan_missing_entries(self, optimizer: torch.optim.Optimizer, with_state: dict[str, set[str]]) -> None:
@@ -263,7 +258,7 @@ class LoadPlan:
                 entries = with_state[name] | ({"step"} if name in self._steps else set())
                 for entry, first in initial_state(optimizer, group, param).items():
                     if entry not in entries:
-                        self.compared.missing.append(f"optimizer.{name}.{entry}")
+                        self._differs("missing", f"optimizer.{name}.{entry}")
                         self._initial[name, entry] = first
 
     def _is_empty_state(self, key: str) -> bool:
@@ -340,27 +335,22 @@ class LoadPlan:
         info = self._stored[key]
         if not isinstance(info, TensorStorageMetadata) or info.size != shape:
             there = tuple(info.size) if isinstance(info, TensorStorageMetadata) else "no tensor"
-            self.compared.reshaped.append((name, f"{there} there, {tuple(shape)} here"))
+            self._differs("reshaped", name, f"{there} there, {tuple(shape)} here")
             return False
         if info.properties.dtype != dtype:
-            self.compared.cast.append((name, f"{info.properties.dtype} there, {dtype} here"))
+            self._differs("cast", name, f"{info.properties.dtype} there, {dtype} here")
         return True
 
-    def _refuse(self, allowed: Allowed) -> None:
-        def other(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-            return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-        def explained(pairs: Sequence[tuple[str, str]], patterns: Sequence[str]) -> list[str]:
-            left = set(other([name for name, _ in pairs], patterns))
-            return [f"{name} ({what})" for name, what in pairs if name in left]
-
-        complaints = {
-            "missing (allow_missing)": other(self.compared.missing, allowed.missing),
-            "unexpected (allow_unexpected)": other(self.compared.unexpected, allowed.unexpected),
-            "of another shape (allow_reshaped)": explained(self.compared.reshaped, allowed.reshaped),
-            "of another dtype (allow_cast)": explained(self.compared.cast, allowed.cast),
-        }
-        lines = [f"  {what}: {_listed(names)}" for what, names in complaints.items() if names]
+    def _refuse(self, allowed: Mapping[str, Sequence[str]]) -> None:
+        lines = []
+        for kind, in_words in DIFFERENCES.items():
+            refused = [
+                f"{name} ({how})" if how else name
+                for name, how in self.differences[kind]
+                if not any(fnmatchcase(name, pattern) for pattern in allowed[kind])
+            ]
+            if refused:
+                lines.append(f"  {in_words} (allow_{kind}): {_listed(refused)}")
         if lines:
             raise CheckpointError(
                 f"{self._reader.directory} does not fit the model. Nothing was loaded.\n"

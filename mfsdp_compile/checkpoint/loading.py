@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,7 @@ from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 from .dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
 from .errors import CheckpointError, as_causes
 from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_generators
-from .load_plan import Allowed, LoadPlan
+from .load_plan import LoadPlan
 from .manifest import Manifest, damaged_files, read_manifest
 
 __all__ = ["Restored", "load"]
@@ -125,14 +125,17 @@ def load(
     loads: list[_Load] = []
 
     def prepare() -> list[str]:
-        patterns = [
-            [p] if isinstance(p, str) else list(p)
-            for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
-        ]
+        given = {
+            "missing": allow_missing,
+            "unexpected": allow_unexpected,
+            "reshaped": allow_reshaped,
+            "cast": allow_cast,
+        }
+        allowed = {kind: [held] if isinstance(held, str) else list(held) for kind, held in given.items()}
         manifest = _manifest_of(directory, verify)
         _check_files(directory, manifest, verify, everyone)
         try:
-            loads.append(_Load(directory, model, optimizer, Allowed(*patterns), manifest, generators, verify))
+            loads.append(_Load(directory, model, optimizer, allowed, manifest, generators, verify))
             return loads[0].prepare()
         except CheckpointError:
             raise
@@ -199,7 +202,7 @@ class _Load:
         directory: Path,
         model: MegatronFSDP,
         optimizer: torch.optim.Optimizer | None,
-        allowed: Allowed,
+        allowed: Mapping[str, Sequence[str]],
         manifest: Manifest | None,
         generators: bool,
         verify: bool | None,
@@ -315,7 +318,8 @@ class _Load:
     def finish(self) -> Restored:
         """Continue with the new weights. All ranks have them."""
         self._plan.compare_twins()
-        sharded, manifest, compared = self._sharded, self._manifest, self._plan.compared
+        sharded, manifest = self._sharded, self._manifest
+        names = {kind: [name for name, _ in found] for kind, found in self._plan.differences.items()}
         sharded.zero_gradients()  # they belong to other weights
         sharded.grad_sync.microbatches = 0
         if manifest is not None:
@@ -329,9 +333,9 @@ class _Load:
             self._extra,
             bool(self._generators),
             manifest.world_size if manifest is not None else None,
-            tuple(compared.unexpected),
-            tuple([*compared.missing, *(name for name, _ in compared.reshaped)]),
-            tuple(name for name, _ in compared.cast),
+            left_out=tuple(names["unexpected"]),
+            kept=(*names["missing"], *names["reshaped"]),
+            cast=tuple(names["cast"]),
         )
 
     def _read(self, targets: dict[str, Any], only_checks: bool = False) -> None:

@@ -141,7 +141,7 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/load_plan.py",
         "a cast of the optimizer's state is not told",
-        'self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))',
+        'self._differs("cast", f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here")',
         "pass",
         (f"{RUNS} another_dtype",),
     ),
