@@ -48,19 +48,7 @@ __all__ = [
     "SafeLoadPlanner",
     "SafeReader",
     "new_output",
-    "read_metadata",
 ]
-
-
-def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """Read the metadata of a checkpoint, without running code that its pickle may contain.
-
-    The result always has ``mcore_data``, which may be empty.
-
-    Raises:
-        CheckpointError: If there is none, it is damaged, or it names a class that metadata does not need.
-    """
-    return load_metadata(Path(directory) / ".metadata")
 
 
 class SafeReader(FileSystemReader):
@@ -141,7 +129,7 @@ class CheckpointReader:
         metadata: Name of that file.
 
     Raises:
-        CheckpointError: See :func:`read_metadata`.
+        CheckpointError: See :func:`.load_metadata`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], metadata: str = ".metadata") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,38 +188,30 @@ def _repeat(outline: Outline, run: EqualUnits, numbers: Mapping[tuple[int, int],
         """Move a place of another unit's bucket. What lives on behind the run begins, if inside, in its last unit."""
         return place + (count - 1) * length if last >= end and place >= begin else place
 
-    def use_of(lives: Iterable[tuple[int, int, int]]) -> Use:
-        buckets, waits, last = zip(*lives, strict=True)
-        return Use(buckets, min(waits), last, waits)
+    def lives_of(bucket: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield number and life of a bucket: one for each unit of the run if it is the representative's."""
+        if bucket not in own:
+            yield bucket, moved(start, stop), moved(stop, stop)
+            return
+        for copy in range(count):
+            which = count - 1 - copy if backwards else copy
+            yield numbers[bucket, which], start + copy * length, stop + copy * length
 
     segments = [*outline.segments[:begin], *outline.segments[begin:end] * count, *outline.segments[end:]]
     order = run.names[::-1] if backwards else run.names
     labels = [*outline.units[:begin], *(name for name in order for _ in range(length)), *outline.units[end:]]
     uses: list[Use] = []
-    gradients: list[Gradients] = []
-    wholes: dict[int, tuple[int, int]] = {}
-    for copy in range(count):
-        shift, which = copy * length, count - 1 - copy if backwards else copy
-        for use in outline.uses:
-            if use.buckets[0] in own:
-                uses.append(use_of((numbers[b, which], wait + shift, last + shift) for b, wait, last in use.lives))
-        for g in outline.gradients:
-            if g.bucket in own:
-                start = g.begin + shift if g.begin is not None else None
-                gradients.append(Gradients(numbers[g.bucket, which], start, g.ready + shift, g.elsewhere))
-        for bucket, (start, stop) in outline.wholes.items():
-            if bucket in own:
-                wholes[numbers[bucket, which]] = (start + shift, stop + shift)
     for use in outline.uses:
-        if use.buckets[0] not in own:
-            uses.append(use_of((bucket, moved(wait, last), moved(last, last)) for bucket, wait, last in use.lives))
+        for lives in zip(*itertools.starmap(lives_of, use.lives), strict=True):
+            buckets, waits, last = zip(*lives, strict=True)
+            uses.append(Use(buckets, min(waits), last, waits))
+    gradients: list[Gradients] = []
     for g in outline.gradients:
-        if g.bucket not in own:
-            start = moved(g.begin, g.ready) if g.begin is not None else None
-            gradients.append(Gradients(g.bucket, start, moved(g.ready, g.ready), g.elsewhere))
-    for bucket, (start, stop) in outline.wholes.items():
-        if bucket not in own:
-            wholes[bucket] = (moved(start, stop), moved(stop, stop))
+        for bucket, start, ready in lives_of(g.bucket, g.ready if g.begin is None else g.begin, g.ready):
+            gradients.append(Gradients(bucket, None if g.begin is None else start, ready, g.elsewhere))
+    wholes = {
+        bucket: (start, stop) for of, life in outline.wholes.items() for bucket, start, stop in lives_of(of, *life)
+    }
     return Outline(
         tuple(segments),
         tuple(labels),
