@@ -12,9 +12,9 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
 from mfsdp_compile.passes.solver.solve import Solution, gib, solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 from . import published
 from .candidates import Candidate

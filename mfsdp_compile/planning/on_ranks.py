@@ -15,15 +15,15 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.exchange import buffer_bytes
-from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.memory.bucket import Site
+from mfsdp_compile.runtime.geometry.bucket_plan import Site
+from mfsdp_compile.runtime.geometry.exchange import buffer_bytes
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
 from mfsdp_compile.runtime.memory.comm_buffers import Sizes as SizesOf
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, Policies
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
-from mfsdp_compile.runtime.precision import GradientPolicy, Policies
 
 from . import offloading
 from .candidates import Candidate

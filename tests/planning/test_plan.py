@@ -42,8 +42,8 @@ from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKE
 from mfsdp_compile.planning.sizes import best_size, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
+from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS
