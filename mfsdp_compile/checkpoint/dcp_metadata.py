@@ -67,7 +67,7 @@ class _MetadataUnpickler(InertUnpickler):
         ("builtins", "list"): list,
         ("builtins", "set"): set_of,
         ("collections", "OrderedDict"): dict_of,
-        ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[_text(name)],
+        ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[safe_name(name)],
     }
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
@@ -119,16 +119,16 @@ def _metadata(top: Any) -> Metadata:
     state = _state(top, "Metadata")
     entries = typed(state["state_dict_metadata"], dict, "state_dict_metadata")
     metadata = Metadata(
-        state_dict_metadata={_text(key): _entry(value) for key, value in entries.items()},
+        state_dict_metadata={safe_name(key): _entry(value) for key, value in entries.items()},
         planner_data=_paths(state.get("planner_data")),
         storage_data=dict(_location(*item) for item in (state["storage_data"] or {}).items()),
         storage_meta=StorageMeta(),
     )
     if state.get("version") is not None:
-        metadata.version = _text(state["version"])
+        metadata.version = safe_name(state["version"])
     noted = typed(state.get("mcore_data") or {}, dict, "mcore_data")
     metadata.mcore_data = {  # type: ignore[attr-defined]
-        _text(key): _plain(typed(facts, dict, "a note of Megatron")) for key, facts in noted.items()
+        safe_name(key): _plain(typed(facts, dict, "a note of Megatron")) for key, facts in noted.items()
     }
     return metadata
 
@@ -156,15 +156,15 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def _location(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
     at, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-    path = _text(where["relative_path"])
+    path = safe_name(where["relative_path"])
     child(Path(), path)
     offset, length = whole(where["offset"], "an offset"), whole(where["length"], "a length")
     offsets = None if at.get("offset") is None else checked_size(at["offset"])
     number = None if at.get("index") is None else whole(at["index"], "the number of a chunk")
     descriptors = where.get("transform_descriptors")
     if descriptors is not None:
-        descriptors = tuple(_text(name) for name in typed(descriptors, (list, tuple), "transform_descriptors"))
-    return MetadataIndex(_text(at["fqn"]), offsets, number), compat.storage_info(path, offset, length, descriptors)
+        descriptors = tuple(safe_name(name) for name in typed(descriptors, (list, tuple), "transform_descriptors"))
+    return MetadataIndex(safe_name(at["fqn"]), offsets, number), compat.storage_info(path, offset, length, descriptors)
 
 
 def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
@@ -192,7 +192,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_plain(held, depth + 1) for held in value)
     if type(value) is dict:
-        return {_text(key): _plain(held, depth + 1) for key, held in value.items()}
+        return {safe_name(key): _plain(held, depth + 1) for key, held in value.items()}
     if value is not None and type(value) not in (bool, int, float, str, torch.dtype):
         raise ValueError(f"a note is of type {type(value).__name__}")
     return value
@@ -202,7 +202,3 @@ def _state(record: Any, kind: str, of: type = dict) -> Any:
     if not isinstance(record, InertObject) or record.kind != kind or type(record.state) is not of:
         raise ValueError(f"expected a {kind}, found {getattr(record, 'kind', '') or type(record).__name__}")
     return record.state
-
-
-def _text(value: Any) -> str:
-    return safe_name(value)

@@ -127,7 +127,10 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
             "--model-prefix; mfsdp checkpoint inspect shows the keys."
         )
     stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
-    carried = options.files_from or _carried(source)
+    try:
+        carried = options.files_from or subfolder(source, CARRIED)
+    except FileRefused as error:
+        raise CheckpointError(f"{source} cannot be read: {error}.") from None
     for name, other in _tied(options, _config(carried), stored):
         if name in keys and other in keys:
             _check_tied(reader, keys[name], keys[other])
@@ -169,13 +172,6 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
 
     plan.write = write
     return plan
-
-
-def _carried(source: Path) -> Path:
-    try:
-        return subfolder(source, CARRIED)
-    except FileRefused as error:
-        raise CheckpointError(f"{source} cannot be read: {error}.") from None
 
 
 def _extras(folder: Path) -> list[Path]:

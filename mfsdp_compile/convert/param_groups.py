@@ -149,12 +149,7 @@ def groups_from_options(reader: CheckpointReader, prefixes: keys.Prefixes) -> li
         if (parsed := prefixes.parse_group(key)) is not None:
             name, option = parsed
             options.setdefault(name, {})[option] = reader.read(key)
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for group in options.values():
-        if not any(_same(group, other) for other in groups):
-            groups.append(group)
-    return groups
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return repr(sorted(a.items())) == repr(sorted(b.items()))
+        groups.setdefault(repr(sorted(group.items())), group)
+    return list(groups.values())
