@@ -145,11 +145,8 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
             f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from "
             "where the model's folder is."
         )
-    for file, names in files.items():
-        moves = [
-            OutputEntry(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names
-        ]
-        plan.moves += moves
+    for file, name in ((file, name) for file, names in files.items() for name in names):
+        plan.moves.append(OutputEntry(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype))
     if not single_file:
         plan.moves += [OutputEntry(path.name, (str(path),)) for path in extras]
 

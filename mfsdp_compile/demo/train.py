@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
@@ -354,13 +355,10 @@ def _sharded_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _add_optimizer_bytes(outcome: _Outcome, optimizer: torch.optim.Optimizer, whole: dict[str, int]) -> None:
-    mine = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                mine += value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes
-    for rank, optimizer_bytes in enumerate(_of_all_ranks(mine)):
-        outcome.sharded_bytes[rank]["optimizer state"] = optimizer_bytes
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    mine = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
+    for held, optimizer_bytes in zip(outcome.sharded_bytes, _of_all_ranks(mine), strict=True):
+        held["optimizer state"] = optimizer_bytes
     whole["optimizer state"] = 2 * whole["parameters"]  # AdamW's two moments
 
 

@@ -108,11 +108,11 @@ def trace(
         raise RuntimeError(
             "A plan needs a fake process group, but a real one already exists: plan in a process of its own."
         )
-    divided = _divided(work, degrees)
+    traced = functools.partial(_trace, work, hardware, fused, parts, degrees, stage, _divided(work, degrees))
     for around in AROUND if work.checkpoint != "none" else AROUND[1:]:
         with contextlib.suppress(NotAlikeError):
-            return _trace(work, hardware, fused, parts, degrees, stage, divided, around)
-    return _trace(work, hardware, fused, parts, degrees, stage, divided, None)
+            return traced(around)
+    return traced(None)
 
 
 def _trace(
@@ -122,7 +122,7 @@ def _trace(
     parts: bool,
     degrees: Degrees,
     stage: int,
-    divided: Divided | None,
+    divided: Divided,
     around: tuple[int, int] | None,
 ) -> Trace:
     """Trace the units at the ends of each run of equal units, and one between them that represents the others.
@@ -145,7 +145,7 @@ def _trace(
         stack.enter_context(compat.quiet())
         stack.enter_context(compat.without_collection())
         with _default_dtype(work.dtype), _NoValues():
-            model = divided.build(part) if divided is not None else work.build()
+            model = divided.build(part)
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
@@ -160,18 +160,16 @@ def _trace(
         runs, names = shorten(model, classes, around, stack) if around is not None else ([], {})
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
-        if degrees.tensor > 1 and divided is not None and divided.parallelize is not None:
+        if degrees.tensor > 1 and divided.parallelize is not None:
             model = divided.parallelize(model, mesh["tp"])
-        if within is not None and divided is not None and divided.divide_experts is not None:
+        if within is not None and divided.divide_experts is not None:
             model = divided.divide_experts(model, experts["ep", "etp"])  # type: ignore[index]
         units = {unit.name: unit for unit in find_units(model, classes)}
         meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"}
-        if experts is not None and divided is not None and "expert" in divided.by:
+        if experts is not None and "expert" in divided.by:
             meshes["expt_device_mesh"] = experts
-        if divided is not None and divided.inputs is not None:
-            inputs = divided.inputs(part, work.batch, work.length)
-        else:
-            inputs = work.inputs(work.batch, work.length)
+        inputs_of = functools.partial(divided.inputs, part) if divided.inputs is not None else work.inputs
+        inputs = inputs_of(work.batch, work.length)
         outlines, buckets, readers, sent = _outlines(
             model, meshes, classes, work, policy, inputs, hardware, fused, 1 if parts else None
         )
@@ -219,14 +217,14 @@ def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
     return repeated_blocks(model) or [type(child) for child in model.children()]
 
 
-def _divided(work: Workload, degrees: Degrees) -> Divided | None:
-    """Return how to make a part of the model, or None if it is not divided.
+def _divided(work: Workload, degrees: Degrees) -> Divided:
+    """Return how to make a part of the model, or all of it if it is not divided.
 
     Raises:
         ValueError: If it cannot be divided.
     """
     if degrees == UNDIVIDED:
-        return None
+        return Divided(frozenset(), lambda part: work.build())
     for kind, size in degrees._asdict().items():
         if size > 1 and (work.divided is None or kind not in work.divided.by):
             raise ValueError(
