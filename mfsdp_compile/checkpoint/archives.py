@@ -25,7 +25,7 @@ import torch
 
 from mfsdp_compile.runtime.untrusted_files import typed, whole
 
-from .errors import CheckpointError, damaged
+from .errors import CheckpointError, raise_damaged
 from .inert_pickles import InertUnpickler, checked_size, dict_of
 
 __all__ = ["Foreign", "StoredTensor", "check_archive", "check_sums", "dump_object", "load_object", "stored_tensor"]
@@ -143,7 +143,7 @@ def load_object(file: IO[bytes], where: Path | str) -> Any:
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise damaged(where, error) from error
+        raise_damaged(where, error)
 
 
 def _foreign_class(name: str) -> type[Foreign]:
@@ -161,7 +161,7 @@ def check_sums(file: IO[bytes], where: Path | str) -> None:
     with _archive(file, where) as archive:
         wrong = archive.testzip() if any(item.CRC for item in archive.infolist()) else None
         if wrong is not None:
-            raise damaged(where, f"the checksum of {wrong} differs")
+            raise_damaged(where, f"the checksum of {wrong} differs")
 
 
 def check_archive(file: IO[bytes], where: Path | str) -> None:
@@ -192,7 +192,7 @@ def _archive(file: IO[bytes], where: Path | str) -> Iterator[zipfile.ZipFile]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise damaged(where, error) from error
+        raise_damaged(where, error)
     file.seek(0)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.untrusted_files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
 
-from .errors import CheckpointError, damaged
+from .errors import CheckpointError, raise_damaged
 from .inert_pickles import InertObject, InertUnpickler, checked_size, dict_of, record_of, set_of
 
 __all__ = ["load_metadata"]
@@ -108,11 +108,11 @@ def load_metadata(path: Path) -> Metadata:
     except FileRefused as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise damaged(path, error) from error
+        raise_damaged(path, error)
     try:
         return _metadata(top)
     except Exception as error:
-        raise damaged(path, error) from error
+        raise_damaged(path, error)
 
 
 def _metadata(top: Any) -> Metadata:

@@ -7,22 +7,23 @@ import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["CheckpointError", "as_causes", "as_checkpoint_error", "damaged", "explaining_full_disks"]
+__all__ = ["CheckpointError", "as_causes", "as_checkpoint_error", "explaining_full_disks", "raise_damaged"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, not what was asked for, or holds something that is not safe to load."""
 
 
-def damaged(where: Path | str, error: BaseException | str) -> CheckpointError:
-    """Return the error that a file is damaged, as ``error`` says."""
+def raise_damaged(where: Path | str, error: Exception | str) -> NoReturn:
+    """Raise the error that a file is damaged, as ``error`` says."""
     what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return CheckpointError(
+    raise CheckpointError(
         f"{where} is damaged or cut short ({what}). Copy the checkpoint again, or use an earlier one."
-    )
+    ) from (error if isinstance(error, Exception) else None)
 
 
 def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
