@@ -89,7 +89,9 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs, and folders with a damaged manifest, that have been named in a warning
+        self._warned_of: set[str] = (
+            set()
+        )  # runs, and folders with a damaged manifest, that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -348,8 +350,8 @@ class Checkpoints:
         complete, damaged = self._find()
         self._warn_of_others(complete, lineage)
         for path, error in damaged:
-            if path.name not in self._told:
-                self._told.add(path.name)
+            if path.name not in self._warned_of:
+                self._warned_of.add(path.name)
                 warn(f"A checkpoint is skipped: {error}", by=None)
         serial = complete[-1][0].serial + 1 if complete else 0
         names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
@@ -363,9 +365,9 @@ class Checkpoints:
     def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
         others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
         for run, (manifest, path) in others.items():
-            if run in self._told:
+            if run in self._warned_of:
                 continue
-            self._told.add(run)
+            self._warned_of.add(run)
             if run in lineage.refused:
                 warn(
                     f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: "

@@ -158,5 +158,5 @@ def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]
         dist.gather_object(own, found, dst=rank)
     if found is None:
         return {}
-    state = {name: held for its in reversed(found) for name, held in its.items() if held}
+    state = {name: held for of_rank in reversed(found) for name, held in of_rank.items() if held}
     return {**state_dict, "state": state}

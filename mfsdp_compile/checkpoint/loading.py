@@ -49,7 +49,7 @@ from .manifest import Manifest, damaged_files, read_manifest
 
 __all__ = ["Restored", "load"]
 
-MOST_TOLD = 400
+MOST_CHARACTERS = 400
 """Characters of an error that are kept for later warnings."""
 
 PATIENCE = timedelta(hours=1)
@@ -150,8 +150,8 @@ def load(
         with contextlib.suppress(CheckpointError):
             lineage = model.sharded.lineage
             if (refused := read_manifest(directory)) is not None and not lineage.has(refused.run):
-                told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
-                lineage.refused[refused.run] = f"{directory.name}: {told}"
+                in_words = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_CHARACTERS]
+                lineage.refused[refused.run] = f"{directory.name}: {in_words}"
         raise
     (found,) = loads
     try:
@@ -275,9 +275,9 @@ class _Load:
                 expected = GENERATORS.get(name)
                 if name not in found or not reader.is_tensor(found[name]):
                     raise ValueError(f"the state of {name!r} is missing")
-                its = reader.dtype(found[name]), tuple(reader.shape(found[name]))
-                if its != (expected or (torch.uint8, its[1])):
-                    raise ValueError(f"the state of {name!r} is {its[1]} {its[0]}")
+                stored = reader.dtype(found[name]), tuple(reader.shape(found[name]))
+                if stored != (expected or (torch.uint8, stored[1])):
+                    raise ValueError(f"the state of {name!r} is {stored[1]} {stored[0]}")
                 self._generators[name] = reader.tensor(found[name])
             check_generators(self._generators)
         except (ValueError, RuntimeError) as error:

@@ -172,7 +172,7 @@ def _plan(given: argparse.Namespace) -> ConversionPlan:
     source: Path = given.source
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
-    came = given.source_format or _format_of(source)
+    source_format = given.source_format or _format_of(source)
     single = given.out.suffix == ".safetensors"
     to = given.format or ("huggingface" if single else "fsdp_dtensor")
     try:
@@ -196,15 +196,15 @@ def _plan(given: argparse.Namespace) -> ConversionPlan:
         ("huggingface", "fsdp_dtensor"): lambda: huggingface.plan_from_huggingface(source, hub),
         ("fsdp_dtensor", "huggingface"): lambda: huggingface.plan_to_huggingface(source, hub, single),
     }
-    if (came, to) in planners:
-        return planners[came, to]()
-    if came == to:
+    if (source_format, to) in planners:
+        return planners[source_format, to]()
+    if source_format == to:
         raise CheckpointError(
-            f"{source} is {came} already. Pass the format to convert to with --to: {', '.join(FORMATS)}."
+            f"{source} is {source_format} already. Pass the format to convert to with --to: {', '.join(FORMATS)}."
         )
     raise CheckpointError(
-        f"{source} is {came}: its parameters are split and named differently from those of {to}, in a way specific to "
-        "each model. Use the model's own converter (Megatron Bridge)."
+        f"{source} is {source_format}: its parameters are split and named differently from those of {to}, in a way "
+        "specific to each model. Use the model's own converter (Megatron Bridge)."
     )
 
 

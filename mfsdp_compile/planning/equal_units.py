@@ -95,11 +95,11 @@ def shorten(
         if len(kept) < len(children):
             del owner[:]
             owner.extend(children[i] for i in kept)
-            _tell_config(model, name, len(children), kept, stack)
+            _adapt_config(model, name, len(children), kept, stack)
     return runs, names
 
 
-def _tell_config(model: nn.Module, name: str, count: int, kept: Sequence[int], stack: contextlib.ExitStack) -> None:
+def _adapt_config(model: nn.Module, name: str, count: int, kept: Sequence[int], stack: contextlib.ExitStack) -> None:
     """Adapt a transformers configuration, which models query for the number of layers and the kind of each.
 
     The configuration is that of the innermost module around the layers.
@@ -111,10 +111,10 @@ def _tell_config(model: nn.Module, name: str, count: int, kept: Sequence[int], s
             of_layers = {
                 key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count
             }
-            said = {"num_hidden_layers": len(kept)} | {
+            shortened = {"num_hidden_layers": len(kept)} | {
                 key: [value[i] for i in kept] for key, value in of_layers.items()
             }
-            for key, value in said.items():
+            for key, value in shortened.items():
                 stack.callback(setattr, config, key, getattr(config, key))
                 setattr(config, key, value)
             return

@@ -90,9 +90,9 @@ def main(words: Sequence[str] | None = None) -> int:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            told = torch.stack([loss.detach(), loss.new_tensor(float(stop.asked))])
-            dist.all_reduce(told)  # ranks get signals at different times, and must end after the same step
-            mean, stopping = told[0].item() / ranks, told[1].item() > 0
+            shared = torch.stack([loss.detach(), loss.new_tensor(float(stop.requested))])
+            dist.all_reduce(shared)  # ranks get signals at different times, and must end after the same step
+            mean, stopping = shared[0].item() / ranks, shared[1].item() > 0
             if rank == 0:
                 print(f"step {step}: loss {mean:.6f}, {ranks} ranks", flush=True)
             if stopping and step < given.steps:
@@ -129,13 +129,13 @@ class Stop:
     """Whether a signal has asked this process to end: SIGTERM from torchrun and Kubernetes, SIGUSR1 from Slurm."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         if threading.current_thread() is threading.main_thread():  # Ray Train runs workers in other threads
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
 
 
 if __name__ == "__main__":
