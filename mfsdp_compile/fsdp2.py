@@ -43,9 +43,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
+from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.bucket import is_homeless
@@ -320,7 +320,7 @@ class FSDPModule:
         state = _state(self)
         if not state.model.eager.is_in_window:
             state.model.leave_backward()
-        handle = _Unshard(state.model.eager.unshard(state.units))
+        handle = _Unshard(state.model.eager.gathering.unshard(state.units))
         if async_op:
             return handle
         handle.wait()
@@ -329,7 +329,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release the module's own gathered parameters."""
         state = _state(self)
-        state.model.eager.reshard(state.units)
+        state.model.eager.gathering.reshard(state.units)
 
     @_setting
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mfsdp_compile.passes.solver.hardware import Hardware
-from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, ShardingStrategy, Topology
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
 
 from .workloads import UNDIVIDED, Degrees

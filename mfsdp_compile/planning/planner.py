@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.solve import BudgetError, explained, solve
 from mfsdp_compile.passes.solver.step_events import PHASES
-from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 from . import offloading
 from .candidates import Candidate, candidates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -121,18 +122,18 @@ class BucketPlan:
     policy: int = 0
     offload: Offload | None = None
 
-    @property
+    @functools.cached_property
     def portions(self) -> int:
         """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
         reshard = self.reshard_after_forward
         return reshard if reshard is not None and not isinstance(reshard, bool) else 0
 
-    @property
+    @functools.cached_property
     def is_complex(self) -> bool:
         """Whether its parameters are complex."""
         return self.model_dtype.is_complex
 
-    @property
+    @functools.cached_property
     def grad_attribute(self) -> str:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
@@ -163,47 +164,47 @@ class BucketPlan:
             keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
         )
 
-    @property
+    @functools.cached_property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered bucket in memory."""
         return self.held_numel * self.held_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def is_extension(self) -> bool:
         """Whether its only parameter gathers itself; see :mod:`.extension`."""
         return self.form == FORM
 
-    @property
+    @functools.cached_property
     def has_planes(self) -> bool:
         """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
         return not self.is_extension and forms.FORMS[self.form].planes
 
-    @property
+    @functools.cached_property
     def held_numel(self) -> int:
         """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
         return self.sent_numel if self.has_planes else self.layout.numel
 
-    @property
+    @functools.cached_property
     def stays_quantized(self) -> bool:
         """Whether modules get the gathered bytes themselves."""
         return bool(self.scaling) and self.form not in quantize.DEQUANTIZING
 
-    @property
+    @functools.cached_property
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def given_dtype(self) -> torch.dtype:
         """Dtype of the parameters that modules get, if they are ordinary tensors."""
         return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def sent_dtype(self) -> torch.dtype:
         """Dtype in which the bucket is gathered."""
         return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def sent_numel(self) -> int:
         """Elements in which the bucket is gathered."""
         return quantize.sent_numel(self.layout.numel, self.scaling)

@@ -316,7 +316,7 @@ class ShardedModel:
             return [f"bucket {name}" for name in names]
 
         if self.eager.is_in_window:
-            self.eager.note_own_gathers(buckets)
+            self.eager.gathering.note_own_gathers(buckets)
         if self.eager.is_in_window and self.topology.gather_group is not None:
             self.conduct.start(what, details)
         else:

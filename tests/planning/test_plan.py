@@ -42,7 +42,7 @@ from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKE
 from mfsdp_compile.planning.sizes import best_size, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
-from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 
 pytestmark = pytest.mark.slow
