@@ -41,9 +41,9 @@ class Effort:
     matmul_seconds: float
     attention: tuple[int, int, int, int]
     memory_bytes: int
-    collective_bytes: tuple[int, ...]
-    round_seconds: float
-    rounds: int
+    collective_bytes: tuple[int, ...] = tuple(2**i for i in range(10, 27, 2))  # 1 KiB to 64 MiB
+    round_seconds: float = 0.1
+    rounds: int = 5
 
     def of(self, shapes: Shapes) -> Effort:
         """Return the same effort for a model's operations."""
@@ -63,24 +63,17 @@ class Shapes:
     attention: tuple[int, int, int, int] | None = None
 
 
-COLLECTIVE_BYTES = tuple(2**i for i in range(10, 27, 2))  # 1 KiB to 64 MiB
 ON_CPU = Effort(
     matmul=((512, 512, 512), (1024, 768, 768), (1024, 768, 3072), (1024, 3072, 768), (1024, 1024, 1024)),
     matmul_seconds=0.5,
     attention=(1, 8, 1024, 64),
     memory_bytes=128 * 2**20,
-    collective_bytes=COLLECTIVE_BYTES,
-    round_seconds=0.1,
-    rounds=5,
 )
 ON_CUDA = Effort(
     matmul=((4096, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 8192, 8192)),
     matmul_seconds=1.0,
     attention=(4, 32, 4096, 128),
     memory_bytes=2**30,
-    collective_bytes=COLLECTIVE_BYTES,
-    round_seconds=0.1,
-    rounds=5,
 )
 
 
