@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.checkpoint import host_copies
-from mfsdp_compile.planning import calibration
+from mfsdp_compile.planning import measuring
 from mfsdp_compile.runtime.capture.devices import CudaGraphs
 
 
@@ -100,7 +100,7 @@ def test_calibration_does_not_time_what_was_queued_before() -> None:
         def elapsed_time(self, end: Any) -> float:
             return 5.0
 
-    timer = calibration._OperationTimer(torch.device("cuda"), mock.Mock())
+    timer = measuring._OperationTimer(torch.device("cuda"), mock.Mock())
     with mock.patch("torch.cuda.Event", Event), mock.patch("torch.cuda.synchronize", calls.synchronize):
         assert timer.once(calls.run, 2) == 5e-3
     assert calls.names == ["synchronize", "record", "run", "run", "record", "wait"]
