@@ -17,7 +17,8 @@ from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan
 from .plan.partition import Partition, local_part, model_ranks
 from .ranks import compared
-from .ranks.agreement import agree, value_digest
+from .ranks.agreement import agree
+from .ranks.digests import value_digest
 from .topology import Accumulation, Group, Topology
 
 __all__ = ["Membership"]

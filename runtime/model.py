@@ -46,8 +46,9 @@ from .plan.model_plan import shared_buffers
 from .plan.partition import Peers, local_part
 from .precision import Policies
 from .ranks import compared
-from .ranks.agreement import agree, value_digest
+from .ranks.agreement import agree
 from .ranks.conduct import Conduct
+from .ranks.digests import value_digest
 from .ranks.journal import journal
 from .run_lineage import Lineage
 from .topology import Accumulation, Topology

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch._C import _current_autograd_node
 from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "allow_another_backward",
@@ -87,18 +86,11 @@ def compile_with_aot_eager(
     """
     import torch._functorch.config as functorch_config
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
 
-    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def compiler(graph_module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         finish(graph_module)
-        graph_module.graph.set_codegen(_BoxedCodeGen())
-        graph_module.recompile()
-        forward = graph_module.forward
-
-        def run(arguments: list[Any]) -> Any:
-            return forward(arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return boxed_nop(graph_module, arguments)  # type: ignore[arg-type]
 
     with functorch_config.patch(donated_buffer=False):  # operators write to nothing that forward saved
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))

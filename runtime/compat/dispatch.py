@@ -8,17 +8,16 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
+from torch import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
     return_and_correct_aliasing,
 )
-from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
 
 from .autograd import in_backward
 from .version import MODULE_FILE
@@ -42,7 +41,8 @@ __all__ = [
 ]
 
 
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function = nn.Parameter.__torch_function__
+"""What a class has as ``__torch_function__`` whose instances are tensors like others to functions."""
 
 
 @contextlib.contextmanager
@@ -58,13 +58,13 @@ def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
     Selective checkpointing counts operators, saves the results of some, and matches them by position when it
     recomputes.
     """
-    if _len_torch_dispatch_stack() and any(
-        isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
-        for mode in _get_current_dispatch_mode_stack()
-    ):
+    if any(isinstance(mode, _SELECTIVE_CHECKPOINT) for mode in _get_current_dispatch_mode_stack()):
         outside: contextlib.AbstractContextManager[None] = _disable_current_modes()
         return outside
     return contextlib.nullcontext()
+
+
+_SELECTIVE_CHECKPOINT: Any = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
 def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -85,11 +85,10 @@ def refuses_shared_memory(operator: Any) -> bool:
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
-    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return composite
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
+def in_call_of(modules: Collection[nn.Module]) -> bool:
     """Whether this thread is inside the call of one of ``modules``.
 
     This is for code that runs eagerly in the middle of compiled code: the forwards around it were traced and do not
@@ -100,7 +99,7 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
     while frame is not None:
         if frame.f_code.co_filename == MODULE_FILE and "_call_impl" in frame.f_code.co_name:
             owner = frame.f_locals.get("self")
-            if isinstance(owner, torch.nn.Module) and owner in modules:
+            if isinstance(owner, nn.Module) and owner in modules:
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

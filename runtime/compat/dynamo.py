@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -269,8 +269,7 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
     graph.output(output).meta = dict(gm.graph.output_node().meta)
-    with _use_lazy_graph_module(True):  # the code of a large graph takes seconds to generate, and is not needed
-        copied = _make_graph_module(gm, graph)
+    copied = _LazyGraphModule(gm, graph)  # the code of a large graph takes seconds to generate, and is not needed
     copied.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]

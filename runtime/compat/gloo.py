@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C import DispatchKey
+from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.distributed.distributed_c10d import _world
 
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
@@ -132,7 +131,7 @@ def _as_gloo_tells(family: int, address: Any) -> bytes | None:
     return None
 
 
-_TORCHS_OWN = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+_TORCHS_OWN = DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
 _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
 

@@ -399,9 +399,9 @@ class InductorBucket:
         """Compute ``part`` at ``[offset, offset + numel)``."""
         ir = self._ir
         if part.get_dtype() != self._dtype:
-            from torch._inductor.lowering import to_dtype
+            from torch._inductor.lowering import lowerings
 
-            part = to_dtype(part, self._dtype)
+            part = lowerings[torch.ops.prims.convert_element_type.default](part, self._dtype)
         size = list(part.get_size())
         strides = ir.FlexibleLayout.contiguous_strides(size)
         slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch._C import DispatchKey
+from torch import DispatchKey, Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops import invoke_subgraph
 from torch._ops import HigherOrderOperator

@@ -6,7 +6,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _world
 
 __all__ = [
     "CONNECT_TIMEOUT",
@@ -77,4 +77,7 @@ def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
-    return _get_default_store()
+    default = dist.group.WORLD
+    if default is None:
+        raise ValueError("torch.distributed is not initialized")
+    return _world.pg_map[default][1]

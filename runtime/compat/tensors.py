@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .distributed import new_group_like
 from .version import TORCH_VERSION
@@ -88,10 +88,8 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a tensor wraps, by attribute; none for an ordinary tensor."""
     if isinstance(tensor, DTensor):
         return {"_local_tensor": tensor._local_tensor}
-    if not is_traceable_wrapper_subclass(tensor):
-        return {}
-    names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    return {name: getattr(tensor, name) for name in flatten()[0]} if flatten is not None else {}
 
 
 def apart(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..memory.tensor import RowShardedTensor, is_homeless
 from ..precision import Policies
 from ..program_lines import warn
 from ..ranks import compared
-from ..ranks.agreement import value_digest
+from ..ranks.digests import value_digest
 from ..topology import Topology
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
