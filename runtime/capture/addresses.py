@@ -138,7 +138,7 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> str | None
             for name, value in state.items():
                 if name == "step" and not isinstance(value, Tensor):
                     return (
-                        f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be the "
-                        "same step. Use an optimizer of torch.optim with capturable=True"
+                        f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be "
+                        "the same step. Use an optimizer of torch.optim with capturable=True"
                     )
     return None

@@ -104,8 +104,8 @@ def allow_another_backward() -> None:
 
     To be called by a hook in front of the autograd node of compiled code. Inductor's backward writes to tensors that
     forward saved ("donated buffers"), and torch refuses to retain the graph of such code, unless its first backward
-    retains: then it compiles the backward without such writes. Here, a backward that retains copies these tensors first,
-    and the next one restores them.
+    retains: then it compiles the backward without such writes. Here, a backward that retains copies these tensors
+    first, and the next one restores them.
     """
     node: Any = _current_autograd_node()
     copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = vars(node).pop(_COPIES, None)

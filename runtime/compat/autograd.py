@@ -78,7 +78,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def hook_saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
-    """Install default hooks on saved tensors in this thread, if it records gradients and there are none. Return whether.
+    """Install default hooks on saved tensors in this thread if it records gradients and has none. Return whether.
 
     Checkpointing and offloading install hooks, and transforms like ``torch.func.grad`` allow none.
     """

@@ -128,9 +128,9 @@ _OPERATOR_METHODS = ("__torch_dispatch__", "__torch_function__")
 def is_called_by_backward() -> bool:
     """Whether Python code that a backward calls (a hook, a custom function) has called the running operator.
 
-    The other callers are autograd itself, for a derivative, a function that activation checkpointing computes again, and
-    optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one of a
-    class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
+    The other callers are autograd itself, for a derivative, a function that activation checkpointing computes again,
+    and optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one
+    of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
     """
     frame = sys._getframe(1)
     while frame is not None and (

@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 FSDP2_REDUCES_IN_OWN_DTYPE = TORCH_VERSION >= (2, 15)
-"""Whether ``reduce_dtype=None`` of FSDP2's policy means the dtype of the sharded parameter; before, it was ``param_dtype``."""
+"""Whether ``reduce_dtype=None`` of FSDP2's policy means the dtype of the shards; before, it was ``param_dtype``."""
 
 
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -85,7 +85,7 @@ step.
 
 
 def register_fully_sharded(module: nn.Module) -> None:
-    """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
+    """Let torch's ``replicate`` leave a module out, as one that ``fully_shard`` was called on."""
     refuse_other_sharding(module)
     vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
@@ -212,7 +212,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None, options: Any = None) -> dist.ProcessGroup:
-    """Create a process group with the backend, timeout and NCCL options of another one. All of its ranks must call this.
+    """Create a process group with the backend, timeout and NCCL options of another one. A collective of its ranks.
 
     Args:
         name: Name of the other group.

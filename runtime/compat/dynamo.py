@@ -105,8 +105,9 @@ _GLOBAL_HOOKS = (
 def guard_on_hooks() -> None:
     """Have the code that is being compiled compiled again when hooks of its modules are registered or removed.
 
-    By default, Dynamo does not guard on modules that have no hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``):
-    hooks that are registered after the first call would not run. To be called by a backend.
+    By default, Dynamo does not guard on modules that have no hooks
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``): hooks that are registered after the first call would not run.
+    To be called by a backend.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
@@ -137,8 +138,8 @@ def python_only(function: Any) -> Any:
 def read_not_traced(getter: Callable[[Any], Any]) -> property:
     """Return a property that Dynamo reads, again at each call of the compiled code, instead of tracing its getter.
 
-    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__`` is,
-    and it calls ``__missing__``.
+    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__``
+    is, and it calls ``__missing__``.
     """
     return property(_Getter(getter).__getitem__)
 
@@ -240,7 +241,8 @@ def enters_context(node: fx.Node) -> bool:
 
 def exits_context(node: fx.Node) -> fx.Node | None:
     """Return the node that entered the context that a node leaves; None if it leaves none."""
-    return node.args[0] if node.op == "call_function" and node.target in _EXITS.values() else None  # type: ignore[return-value]
+    leaves = node.op == "call_function" and node.target in _EXITS.values()
+    return cast("fx.Node", node.args[0]) if leaves else None
 
 
 def exit_of(node: fx.Node) -> Callable[..., Any]:
@@ -471,7 +473,7 @@ def uncompiled(module: Any) -> Any:
 
 
 def before_compiled_call(module: nn.Module, prepare: Callable[[], Any]) -> None:
-    """Call ``prepare``, which may compile again, before the first call of what ``torch.compile`` has made of a module."""
+    """Call ``prepare``, which may compile again, before the first call of the result of ``torch.compile(module)``."""
     compiled = vars(module)["forward"]
 
     def forward(*args: Any, **kwargs: Any) -> Any:

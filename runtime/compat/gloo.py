@@ -25,9 +25,9 @@ __all__ = ["break_connections", "broken_groups", "is_of_gloo", "is_timeout", "on
 def break_connections(group: dist.ProcessGroup) -> None:
     """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
 
-    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing), but
-    it notices closed connections. The group's store holds the addresses that its ranks published for each other. They
-    identify which of the process's connections belong to the group.
+    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing),
+    but it notices closed connections. The group's store holds the addresses that its ranks published for each other.
+    They identify which of the process's connections belong to the group.
     """
     _broken.add(group)
     store = _store_of(group)

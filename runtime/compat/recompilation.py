@@ -38,9 +38,10 @@ class LimitReached:
 def compile_beyond_limit(tell: Callable[[LimitReached], None]) -> None:
     """Have code compiled again once it has reached ``recompile_limit``. A backend calls this when it makes a graph.
 
-    It holds for everything that the backend's ``torch.compile`` compiles, from the next compilation on. Dynamo would leave
-    code, and what it calls, to Python from then on. Beyond the limit, sizes and numbers that vary become symbolic, even
-    with ``torch.compile(dynamic=False)``, so that one or two more graphs suffice. ``accumulated_recompile_limit`` holds.
+    It holds for everything that the backend's ``torch.compile`` compiles, from the next compilation on. Dynamo would
+    leave code, and what it calls, to Python from then on. Beyond the limit, sizes and numbers that vary become
+    symbolic, even with ``torch.compile(dynamic=False)``, so that one or two more graphs suffice.
+    ``accumulated_recompile_limit`` holds.
 
     Args:
         tell: Called when a limit is reached, and before each compilation beyond it.

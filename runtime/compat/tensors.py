@@ -96,7 +96,8 @@ def apart(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory, with a storage of its own that ends where the dense ``tensor`` does."""
     size, start = tensor.element_size(), tensor.storage_offset()
     own = tensor.untyped_storage()[start * size : (start + tensor.numel()) * size]
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    alone: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alone.set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
 
 
 def references_to(storage: torch.UntypedStorage) -> int:
@@ -113,8 +114,8 @@ class RowShard(Shard):
     Args:
         rows: Rows that this rank holds. With two sharded mesh dimensions, the last dimension has the rows and the first
             has :data:`EVERY_ROW`. None: all rows.
-        dims: Number of leading dimensions whose indices, taken together, are rows. If there are several, the local tensor
-            has one in place of them, and sizes and offsets do not exist.
+        dims: Number of leading dimensions whose indices, taken together, are rows. If there are several, the local
+            tensor has one in place of them, and sizes and offsets do not exist.
         name: Name of the parameter, for error messages.
     """
 
@@ -144,9 +145,10 @@ class RowShard(Shard):
             return curr_local_size, 0
         if self.dims > 1:
             raise RuntimeError(
-                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has "
-                "no size and offset by dimension, which broadcast_from_rank0=True needs. Call model.load_state_dict() with "
-                "a full state dict on every rank instead, or load a checkpoint with mfsdp_compile.checkpoint.load()."
+                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its "
+                "part has no size and offset by dimension, which broadcast_from_rank0=True needs. Call "
+                "model.load_state_dict() with a full state dict on every rank instead, or load a checkpoint with "
+                "mfsdp_compile.checkpoint.load()."
             )
         return len(self.rows), self.rows.start
 
@@ -155,11 +157,11 @@ EVERY_ROW = RowShard(None)
 
 
 def _check_broadcast_state_dict() -> None:
-    """Refuse a state dict that rank 0 broadcasts if it does not fit, before torch's helper writes into the first parameter.
+    """Refuse a state dict that rank 0 broadcasts if it does not fit, before torch's helper writes into a parameter.
 
     The helper of ``torch.distributed.checkpoint.state_dict`` asks the placement of each parameter for rows, and copies
-    these into the parameter. Names and shapes are compared only after that, by ``load_state_dict``, and on rank 0 only if
-    names are unexpected. All ranks know them when the helper asks for the first time.
+    these into the parameter. Names and shapes are compared only after that, by ``load_state_dict``, and on rank 0 only
+    if names are unexpected. All ranks know them when the helper asks for the first time.
 
     Raises:
         RuntimeError: On all ranks.
@@ -198,7 +200,8 @@ def _check_broadcast_state_dict() -> None:
     if complaints:
         more = f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
         raise RuntimeError(
-            f"The state dict that rank 0 broadcasts does not fit: {'; '.join(complaints[:8])}{more}. Nothing was loaded."
+            f"The state dict that rank 0 broadcasts does not fit: {'; '.join(complaints[:8])}{more}. Nothing was "
+            "loaded."
         )
 
 

@@ -131,8 +131,8 @@ def check_matrices(optimizer: torch.optim.Optimizer) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.ndim not in (2, 3):
             raise ValueError(
-                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.row_split.name!r} has the shape "
-                f"{tuple(param.shape)}. Give it to another optimizer."
+                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.row_split.name!r} has the "
+                f"shape {tuple(param.shape)}. Give it to another optimizer."
             )
         cut_of(param.row_split)
         check_is_one_parameter(param)
@@ -146,9 +146,9 @@ def check_is_one_parameter(param: RowShardedTensor) -> None:
     """
     if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:
         raise NotImplementedError(
-            f"The optimizer looks at whole parameters, and {param.row_split.name!r}, {list(param.shape)}, is divided over "
-            "expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, [E, H, F], or give "
-            "it to another optimizer."
+            f"The optimizer looks at whole parameters, and {param.row_split.name!r}, {list(param.shape)}, is divided "
+            "over expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, "
+            "[E, H, F], or give it to another optimizer."
         )
 
 
@@ -400,8 +400,8 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 def legs_of(items: Sequence[Item], topology: Topology, found: Sequence[Owner] | None = None) -> list[Leg]:
     """Return each item's route to its owner.
 
-    With HFSDP, first over the outer ranks, then over the inner ones; the parts of a cut last. The items that are cut are
-    cut over the same group.
+    With HFSDP, first over the outer ranks, then over the inner ones; the parts of a cut last. The items that are cut
+    are cut over the same group.
 
     Args:
         found: What :func:`owners` has returned for these items, if they were among others.

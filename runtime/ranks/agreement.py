@@ -176,8 +176,8 @@ def _reaching_store(what: str) -> Iterator[None]:
         yield
     except dist.DistNetworkError as error:
         raise RankLost(
-            f"{what}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
-            "its launcher, has ended."
+            f"{what}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank "
+            "0 or its launcher, has ended."
         ) from error
 
 

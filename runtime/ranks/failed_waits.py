@@ -83,8 +83,8 @@ def why_failed(live: Collection[Order], guarded: Collection[Guarded], error: Run
         groups = {order.group for order in live}
         if silent := [rank for rank in gone if last_told(store, groups, rank) is None]:
             return (
-                f"The process of {ranks_text(silent)} has ended and could not say why: it was killed, crashed or ran out "
-                "of memory. What it printed last, or the log of its machine, tells."
+                f"The process of {ranks_text(silent)} has ended and could not say why: it was killed, crashed or ran "
+                "out of memory. What it printed last, or the log of its machine, tells."
             )
     except (RuntimeError, OSError, KeyError):
         return (

@@ -2,8 +2,8 @@
 
 Ranks add their digests up. The last rank to arrive checks whether all are equal, and publishes the verdict. A rank that
 has failed publishes one, too, and so does the rank that has waited longest for one that does not arrive. Ranks publish
-what they hold only if the verdict is that they differ. In large jobs, ranks arrive at the store of their part, whose last
-rank arrives at the root (:mod:`.store_tree`).
+what they hold only if the verdict is that they differ. In large jobs, ranks arrive at the store of their part, whose
+last rank arrives at the root (:mod:`.store_tree`).
 
 A verdict is a dictionary. Its ``kind`` is ``"same"``, ``"compare"`` (ranks differ, and find out which), ``"differs"``,
 ``"missing"``, ``"failed"``, or, from the watchdog in place of ranks that never arrive, ``"lost"`` and ``"astray"``.

@@ -1,9 +1,9 @@
 """Detects ranks that wait for each other forever, within seconds and whatever the process group's timeout.
 
-A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not listen,
-continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a thread
-that wakes up every second. It does nothing as long as the program makes progress. If the program stands still, the
-thread
+A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not
+listen, continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a
+thread that wakes up every second. It does nothing as long as the program makes progress. If the program stands still,
+the thread
 
 *   of a rank that waits in an agreement tells the others through the store what the rank has reached, where in the
   program, and how many phases and collectives it has begun before;
@@ -262,8 +262,8 @@ class Watchdog:
         what = what or journal.doing() or order.latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
-            f"{why_failed(live, self._guarded, error)} Weights and optimizer state are those of the last optimizer step; "
-            f"{RESET} makes the model usable again where all ranks live. The backend's error: {error}"
+            f"{why_failed(live, self._guarded, error)} Weights and optimizer state are those of the last optimizer "
+            f"step; {RESET} makes the model usable again where all ranks live. The backend's error: {error}"
         ) from error
 
     @contextlib.contextmanager
