@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as below_function_transforms
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
@@ -30,6 +30,9 @@ __all__ = [
     "without_hook",
 ]
 
+
+# ``below_function_transforms()`` is a context that hides operators from the running transforms of ``torch.func``. To the
+# transforms, what is computed inside is a constant.
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
@@ -101,18 +104,6 @@ def unhook_saved_tensors(pack: Callable[[Tensor], Any]) -> None:
 def refuses_saved_tensor_hooks(error: BaseException) -> bool:
     """Whether a transform of ``torch.func`` has raised ``error`` because there are default hooks on saved tensors."""
     return "torch.func" in str(error) and "saved tensor hooks" in str(error)
-
-
-def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Context that hides operators from the running transforms of ``torch.func``.
-
-    To the transforms, what is computed inside is a constant.
-    """
-    if _peek_functorch_interpreter() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 @contextlib.contextmanager

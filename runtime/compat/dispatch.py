@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -137,6 +136,6 @@ def is_called_by_backward() -> bool:
         str(frame.f_globals.get("__package__")).startswith(_RUNTIME) or frame.f_code.co_name in _OPERATOR_METHODS
     ):
         frame = frame.f_back  # type: ignore[assignment]
-    by_autograd = frame is None or frame.f_code is _engine_run_backward.__code__
+    by_autograd = frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
     by_optimizer = frame is not None and frame.f_globals.get("__package__") == "torch.optim"
     return not (by_autograd or by_optimizer or in_recomputation())

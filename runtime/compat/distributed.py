@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import DispatchKey, Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
@@ -87,7 +87,7 @@ step.
 def register_fully_sharded(module: nn.Module) -> None:
     """Let torch's ``replicate`` leave a module out, as one that ``fully_shard`` was called on."""
     refuse_other_sharding(module)
-    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = None  # torch looks for the key
 
 
 def refuse_other_sharding(module: nn.Module) -> None:

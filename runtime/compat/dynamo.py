@@ -110,12 +110,11 @@ def guard_on_hooks() -> None:
     To be called by a backend.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
 
     assumed = []
     for guard in TracingContext.get().guards_context.dynamo_guards:
         source = guard.originating_source
-        is_global = isinstance(source, AttrSource) and source.member in _GLOBAL_HOOKS
+        is_global = getattr(source, "member", None) in _GLOBAL_HOOKS
         if is_global or guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
             assumed.append(source)
     install_guard(*(source.make_guard(GuardBuilder.SEQUENCE_LENGTH) for source in assumed))
@@ -491,8 +490,8 @@ def _settings_of_context(context: Any) -> CompileSettings | None:
     backend = context.callback
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    config = getattr(backend, "config", {}) if name == "inductor" else {}
     return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))
 
 

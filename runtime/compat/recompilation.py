@@ -65,7 +65,6 @@ _settings = contextlib.ExitStack()
 def _before_compilation() -> str:
     """Lift the limit for one compilation. Dynamo calls this hook just before it compares with the limit."""
     from torch._dynamo.cache_size import exceeds_recompile_limit
-    from torch._dynamo.callback import callback_handler
 
     _settings.close()
     compilation, config = _compilation(), torch._dynamo.config
@@ -83,8 +82,9 @@ def _before_compilation() -> str:
         LimitReached(where, setting, getattr(config, setting), str(compilation["recompile_reason"]), shapes)
     )
     if setting == "recompile_limit":
-        if _after_compilation not in callback_handler.end_callbacks:  # torch.compiler.reset() removes it
-            callback_handler.register_end_callback(_after_compilation)
+        callbacks = torch._dynamo.callback_handler
+        if _after_compilation not in callbacks.end_callbacks:  # torch.compiler.reset() removes it
+            callbacks.register_end_callback(_after_compilation)
         varying = {"automatic_dynamic_shapes": True, "allow_unspec_int_on_nn_module": True}
         _settings.enter_context(config.patch(recompile_limit=sys.maxsize, **varying))  # type: ignore[arg-type]
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._state_dict_utils import _broadcast_state_dict, _TensorInfo
+from torch.distributed._state_dict_utils import _broadcast_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -184,10 +184,11 @@ def _check_broadcast_state_dict() -> None:
         **targets,
         **(model.state_dict() if isinstance(model, nn.Module) else {}),
     }  # buffers are replaced in targets
+    # Rank 0 broadcasts a tensor's size and dtype if it has dimensions.
     shapes = {
-        key: value.size if isinstance(value, _TensorInfo) else value.shape
+        key: value.shape if isinstance(value, Tensor) else value.size
         for key, value in broadcast.items()
-        if isinstance(value, (_TensorInfo, Tensor))
+        if isinstance(value, (Tensor, tuple)) and hasattr(value, "dtype")
     }
     complaints = [
         f"{key} has shape {tuple(shape)} there, {tuple(state[key].shape)} here"
