@@ -89,19 +89,8 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
     from torch._inductor import custom_graph_pass
 
     # Torch 2.11 has no separate class for these passes.
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-
-    class Pass(base):
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            return run(nodes)
-
-        def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 8"  # change the number when the pass changes
-
-        def __reduce__(self) -> Any:
-            return _uuid, (self.uuid(),)
-
-    return Pass()
+    base = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+    return _identified(base, run, lambda: f"mfsdp_compile {run.__name__} 8")  # change the number when a pass changes
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
@@ -257,13 +246,29 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
         run: The pass.
         uuid: Function that returns the identifier for cache keys; None: no caching. It is called whenever a key is
             made: for AOTAutograd's cache before tracing, for Inductor's own cache before a partitioned graph is
-                compiled.
+            compiled.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            run(graph)
+    return _identified(CustomGraphPass, run, uuid)
+
+
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
+    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return _identified(CustomPartitionerFn, run, uuid)
+
+
+def _identified(base: Any, run: Callable[..., Any], uuid: Callable[[], str | None]) -> Any:
+    """Wrap a function as one of Inductor's classes.
+
+    Cache keys pickle Inductor's config, including passes, of which they get the uuid.
+    """
+
+    class Pass(base):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
 
         def uuid(self) -> str | None:
             return uuid()
@@ -274,28 +279,7 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
     return Pass()
 
 
-def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
-    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return run(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str | None:
-            return uuid()
-
-        def __reduce__(self) -> Any:
-            return _uuid, (uuid(),)
-
-    return Partitioner()
-
-
 def _uuid(uuid: str | None) -> str | None:
-    """Stand in for a pass in pickles.
-
-    Cache keys pickle Inductor's config, including passes, which are identified by their uuid.
-    """
     return uuid
 
 
