@@ -251,7 +251,8 @@ class _RegionFunction(torch.autograd.Function):
 
 def _is_laid_out_like(tensor: Tensor, like: Tensor) -> bool:
     return all(
-        mine == its or size == 1 for mine, its, size in zip(tensor.stride(), like.stride(), like.shape, strict=True)
+        stride == wanted or size == 1
+        for stride, wanted, size in zip(tensor.stride(), like.stride(), like.shape, strict=True)
     )
 
 

@@ -89,8 +89,8 @@ def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
     params, directions = draw(), draw()
     noise = [draw() for _ in range(count)]
     gradients = [
-        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, its, strict=True)]
-        for its in noise
+        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, noises, strict=True)]
+        for noises in noise
     ]
     return [params, *gradients]
 
@@ -141,8 +141,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _alike(mine: Tensor, its: Tensor) -> bool:
+def _alike(one: Tensor, other: Tensor) -> bool:
     # Kernels may round the last elements of a tensor otherwise than those that fill a vector register: an error in the
     # last place of parameters near 1 at each step, and what a step makes of it.
-    tolerance = 30 * torch.finfo(mine.dtype).eps + 1e-3 * mine.abs().max().item()
-    return torch.allclose(mine, its, rtol=0, atol=tolerance, equal_nan=True)
+    tolerance = 30 * torch.finfo(one.dtype).eps + 1e-3 * one.abs().max().item()
+    return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
