@@ -31,9 +31,8 @@ __all__ = [
 ]
 
 
-# ``below_function_transforms()`` is a context that hides operators from the running transforms of ``torch.func``. To the
-# transforms, what is computed inside is a constant.
-
+# ``below_function_transforms()`` is a context that hides operators from the running transforms of ``torch.func``. What
+# is computed inside is a constant to them.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""

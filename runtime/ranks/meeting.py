@@ -94,9 +94,9 @@ class Meeting:
         self._ranks, self._me = dist.get_process_group_ranks(group), dist.get_rank()
         self._place = f"mfsdp/agree/{group.group_name}/{topic}" + (f"/{epoch}" if epoch else "")
         self._branch = branch_of(group.group_name, self._ranks)
-        self._root = self._branch.root
+        self._root_store = self._branch.root
         self._visit = 1
-        self._look = _Look(self._root, self._place) if heeds_refusals else None
+        self._look = _Look(self._root_store, self._place) if heeds_refusals else None
 
     @property
     def _key(self) -> str:
@@ -119,18 +119,18 @@ class Meeting:
                 verdict = self._meet()
                 if verdict["kind"] != "compare":
                     return verdict
-                self._root.set(f"{self._key}/{self._me}", json.dumps(self._outcome))
+                self._root_store.set(f"{self._key}/{self._me}", json.dumps(self._outcome))
                 if self._me == self._ranks[0]:
-                    self._root.set(f"{self._key}/compared", json.dumps(self._compare() | {"key": self._key}))
+                    self._root_store.set(f"{self._key}/compared", json.dumps(self._compare() | {"key": self._key}))
                 first = self._ranks[:1]
-                return await_answer(self._root, f"{self._key}/compared", lambda: first, self._timeout * 1.1, None)
+                return await_answer(self._root_store, f"{self._key}/compared", lambda: first, self._timeout * 1.1, None)
         except (dist.DistNetworkError, OSError) as error:
             if self._branch.part is None or not self._branch.is_tree:
                 raise
             why = f"the end of its process, which kept a store ({error})"
             gone = {"kind": "failed", "ranks": [self._branch.keeper], "error": why}
             if has_arrived:
-                conclude_once(self._root, f"{self._key}/verdict", gone)
+                conclude_once(self._root_store, f"{self._key}/verdict", gone)
             return gone
 
     def check(self, verdict: Verdict, lines: Sequence[str]) -> None:
@@ -164,15 +164,15 @@ class Meeting:
                 return None
 
             def came() -> bool:
-                return self._root.check([address]) or self._root.check([key])
+                return self._root_store.check([address]) or self._root_store.check([key])
 
             verdict = _poll(came, lambda: [branch.keeper], self._timeout, self._look)
-            if verdict is None and self._root.check([address]):
+            if verdict is None and self._root_store.check([address]):
                 branch.join()
                 return None
             if verdict is not None and verdict["kind"] == "missing":
-                conclude_once(self._root, key, verdict)
-            return verdict or dict(json.loads(self._root.get(key)))
+                conclude_once(self._root_store, key, verdict)
+            return verdict or dict(json.loads(self._root_store.get(key)))
 
     def _count_visit(self) -> int:
         """Count this rank's visits of the place. All ranks go from place to place in order, so their numbers agree."""
@@ -186,7 +186,7 @@ class Meeting:
 
     def _meet(self) -> Verdict:
         """Arrive, and wait for the verdict."""
-        root, branch, previous = self._root, self._branch, f"{self._place}/{self._visit - 1}"
+        root, branch, previous = self._root_store, self._branch, f"{self._place}/{self._visit - 1}"
         if self._combine is not None:
             self._part.set(f"{self._key}/offer/{self._me}", json.dumps(self._outcome["offer"]))
             # All ranks take part in this visit, so all have read the previous offers.
@@ -215,7 +215,7 @@ class Meeting:
             Whether this rank is the last one of its part, and brings the verdict there; and the verdict, if this rank
             determines it: it is the last one to arrive, or has failed.
         """
-        root, branch, key, outcome = self._root, self._branch, self._key, self._outcome
+        root, branch, key, outcome = self._root_store, self._branch, self._key, self._outcome
         if "error" in outcome:
             return False, {"kind": "failed", "ranks": [self._me], "error": outcome["error"]}
         party = self._party_size
@@ -238,10 +238,10 @@ class Meeting:
         if self._combine is None:
             return {"kind": "same", "ranks": []}
         if self._branch.is_tree:
-            parts = _read(self._root, [f"{self._key}/part/{number}" for number in range(self._branch.parts)])
+            parts = _read(self._root_store, [f"{self._key}/part/{number}" for number in range(self._branch.parts)])
             offers = [offer for offers in parts for offer in offers]
         else:
-            offers = self._offers(self._root, self._ranks)
+            offers = self._offers(self._root_store, self._ranks)
         try:
             return {"kind": "same", "ranks": [], "result": self._combine(offers)}
         except Exception as error:  # the other ranks must learn of it
@@ -260,9 +260,9 @@ class Meeting:
         if (found := of_part(self._part, branch.number)) or not branch.is_tree:
             return found or self._ranks[:1]
         for number in range(branch.parts):
-            if number == branch.number or self._root.check([f"{self._key}/part/{number}"]):
+            if number == branch.number or self._root_store.check([f"{self._key}/part/{number}"]):
                 continue
-            if not self._root.check([branch.address_key(number)]):
+            if not self._root_store.check([branch.address_key(number)]):
                 return branch.members(number)
             try:
                 found = of_part(branch.connect(number), number)
@@ -277,7 +277,7 @@ class Meeting:
 
         If ranks do not arrive or fail, no rank brings it. Therefore this looks at the root, too.
         """
-        root, part, key = self._root, self._part, f"{self._key}/verdict"
+        root, part, key = self._root_store, self._part, f"{self._key}/verdict"
         begun, due = time.monotonic(), SOON.total_seconds()
 
         def came() -> bool:
@@ -296,7 +296,7 @@ class Meeting:
 
     def _compare(self) -> Verdict:
         """Find out, on the first rank, which ranks differ. Waits until all have published their outcomes."""
-        store, ranks = self._root, self._ranks
+        store, ranks = self._root_store, self._ranks
         keys = [f"{self._key}/{rank}" for rank in ranks]
         try:
             store.wait(keys, self._timeout)

@@ -407,7 +407,7 @@ RUNTIME = (
     Mutant(
         "runtime/init/deferred_fill.py",
         "the end of a matrix is drawn from its start",
-        "            before = sum(its.start * stride for its, stride in zip(index[:split], param.stride(), strict=False))",
+        "            before = sum(each.start * stride for each, stride in zip(index[:split], param.stride(), strict=False))",
         "            before = 0",
         ("runtime/test_drawing.py -k stack",),
     ),
@@ -733,7 +733,7 @@ RUNTIME = (
     Mutant(
         "runtime/optim/flat_step.py",
         "parameters that step by themselves share their counter",
-        "                    its[key] = value.clone()",
+        "                    state_of[key] = value.clone()",
         "                    pass",
         ("runtime/test_optimizer.py -k test_flat_steps_where_gradients_or_state_are_changed",),
     ),
