@@ -111,7 +111,7 @@ TRANSFORMER_ENGINE = (
         (f"{QUANTIZED} test_initialization_on_meta",),
     ),
     Mutant(
-        "runtime/forms.py",
+        "runtime/formats/forms.py",
         "Transformer Engine's scales are those of float32 weights",
         "casts=True",
         "casts=False",
@@ -139,7 +139,7 @@ TRANSFORMER_ENGINE = (
         (f"{QUANTIZED} test_backward_that_dequantizes",),
     ),
     Mutant(
-        "runtime/eager/engine.py",
+        "runtime/eager/parameters.py",
         "recomputed layers get only the plane of forward",
         "Planes.BOTH if in_backward else Planes.ROWS)  # recomputed",
         "Planes.ROWS)  # recomputed",

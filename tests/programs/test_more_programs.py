@@ -265,7 +265,7 @@ def test_what_is_gathered_in_a_step(fake_world: int) -> None:
     seen: list[set[str]] = []
 
     def look(*_: Any) -> None:
-        seen.append({bucket.plan.unit for bucket in model.sharded.eager._gathered})
+        seen.append({bucket.plan.unit for bucket in model.sharded.eager.gathering.gathered})
 
     model.module.blocks[0].register_forward_hook(look)
     for _ in range(2):
@@ -283,11 +283,11 @@ def test_what_follows_on_what_is_forgotten_with_a_step(fake_world: int) -> None:
     """The order of units that an abandoned step learned is forgotten. Ranks may have learned different orders."""
     model = fully_shard_model(parity.build(Heads), fsdp_unit_modules=[zoo.Block, nn.Linear])
     eager = model.sharded.eager
-    before = dict(eager._next)
+    before = dict(eager.gathering._next)
     model(torch.ones(2, 8), 1)
-    assert eager._next != before
+    assert eager.gathering._next != before
     eager.abandon()
-    assert eager._next == before
+    assert eager.gathering._next == before
 
 
 @on_ranks(2, timeout=60)
