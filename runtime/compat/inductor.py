@@ -103,9 +103,8 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     nodes without dependencies, such as the padding in gradient buckets, would then run before it. With the added
     dependencies, a fusion that would reorder collectives forms a cycle, which Inductor rejects.
     """
+    from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
-    from torch._inductor.ir import InvokeSubgraph
-    from torch._inductor.utils import contains_collective, contains_wait
 
     def follow(node: Any, other: Any) -> None:
         # As in Inductor's own control dependencies, the name is that of an operation. With the name of a buffer,
@@ -120,7 +119,7 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
         for owner in _computed_inside_of(node):
             if (source := computes.get(owner)) is not None and source is not node:
                 follow(node, source)
-        is_link = contains_collective(node) or contains_wait(node) or isinstance(node.node, InvokeSubgraph)
+        is_link = isinstance(node.node, (ir._CollectiveKernel, ir.InvokeSubgraph))  # a wait is one of the former
         if before is not None and (is_link or not node.unmet_dependencies):
             follow(node, before)
         if is_link:
@@ -178,7 +177,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
     after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
     be computed last, and would keep the gathered weights that it reads alive until then.
     """
-    from torch._inductor.ir import NoneLayout
+    from torch._inductor import ir
 
     computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
     needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
@@ -189,7 +188,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
             readers[source].append(i)
     place = [
         -1
-        if isinstance(getattr(node.node, "layout", None), NoneLayout) and node.get_device() is None
+        if isinstance(getattr(node.node, "layout", None), ir.NoneLayout) and node.get_device() is None
         else node.min_order
         for node in nodes
     ]
