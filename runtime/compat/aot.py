@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -139,7 +138,7 @@ def min_cut_partition(
     """
     from functorch.compile import min_cut_rematerialization_partition
 
-    with _fast_minimum_cut(), _never_merging(distinct):
+    with _never_merging(distinct):
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
@@ -154,21 +153,3 @@ def _never_merging(operators: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         compile_utils.rand_ops = own
-
-
-@contextlib.contextmanager
-def _fast_minimum_cut() -> Iterator[None]:
-    """Context in which networkx finds a minimum cut with Boykov and Kolmogorov's algorithm.
-
-    Its default, preflow-push, takes 5 times as long for the graph of a model with 80 layers. The cut is the same: the
-    one next to the sink, which does not depend on the flow. From 2.15 on, torch has an algorithm of its own.
-    """
-    import networkx
-    from networkx.algorithms.flow import boykov_kolmogorov
-
-    minimum_cut = networkx.minimum_cut
-    networkx.minimum_cut = functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
-    try:
-        yield
-    finally:
-        networkx.minimum_cut = minimum_cut

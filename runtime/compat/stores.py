@@ -6,7 +6,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _get_default_store
 
 __all__ = [
     "CONNECT_TIMEOUT",
@@ -77,7 +77,4 @@ def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
-    default = dist.group.WORLD
-    if default is None:
-        raise ValueError("torch.distributed is not initialized")
-    return _world.pg_map[default][1]
+    return _get_default_store()
