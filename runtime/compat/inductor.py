@@ -247,16 +247,16 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
             made: for AOTAutograd's cache before tracing, for Inductor's own cache before a partitioned graph is
             compiled.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor import custom_graph_pass
 
-    return _identified(CustomGraphPass, run, uuid)
+    return _identified(custom_graph_pass.CustomGraphPass, run, uuid)
 
 
 def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
     """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor import custom_graph_pass
 
-    return _identified(CustomPartitionerFn, run, uuid)
+    return _identified(custom_graph_pass.CustomPartitionerFn, run, uuid)
 
 
 def _identified(base: Any, run: Callable[..., Any], uuid: Callable[[], str | None]) -> Any:
@@ -284,9 +284,9 @@ def _uuid(uuid: str | None) -> str | None:
 
 def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     """Make Inductor turn ``operator`` into its IR with ``lower``, which takes and returns IR nodes."""
-    from torch._inductor.lowering import register_lowering as register
+    from torch._inductor import lowering
 
-    register(operator, type_promotion_kind=None)(lower)
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = False) -> Any:
@@ -303,17 +303,17 @@ def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = Fals
 
 def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
     """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import lowerings
+    from torch._inductor import ir, lowering
 
-    awaited = lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
+    awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
 
 
 def inductor_quantize(values: Any, dims: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
     """Lower ``mfsdp::fp8_quantize``, operator by operator as its kernel."""
-    from torch._inductor.lowering import lowerings
+    from torch._inductor import lowering
 
+    lowerings = lowering.lowerings
     aten, prims, limit = torch.ops.aten, torch.ops.prims, torch.finfo(dtype).max
     cast = lowerings[prims.convert_element_type.default]
     largest = cast(lowerings[aten.amax.default](lowerings[aten.abs.default](values), list(dims), True), torch.float32)
@@ -382,9 +382,9 @@ class InductorBucket:
         """Compute ``part`` at ``[offset, offset + numel)``."""
         ir = self._ir
         if part.get_dtype() != self._dtype:
-            from torch._inductor.lowering import lowerings
+            from torch._inductor import lowering
 
-            part = lowerings[torch.ops.prims.convert_element_type.default](part, self._dtype)
+            part = lowering.lowerings[torch.ops.prims.convert_element_type.default](part, self._dtype)
         size = list(part.get_size())
         strides = ir.FlexibleLayout.contiguous_strides(size)
         slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)
