@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
 
 from .autograd import in_backward
+from .frames import frames
 from .version import MODULE_FILE
 
 __all__ = [
@@ -94,13 +94,11 @@ def in_call_of(modules: Collection[nn.Module]) -> bool:
     run. A call of a module leaves a frame of ``nn.Module._call_impl`` on the stack, even if Dynamo has rewritten it.
     Other methods of ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) do not count as calls.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         if frame.f_code.co_filename == MODULE_FILE and "_call_impl" in frame.f_code.co_name:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in modules:
                 return True
-        frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
@@ -109,15 +107,10 @@ _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 
 def in_recomputation() -> bool:
     """Whether this thread is inside a function that activation checkpointing computes again, in backward."""
-    if not in_backward():
-        return False
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _CHECKPOINT_FILE and code.co_name in ("recompute_fn", "backward"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return in_backward() and any(
+        frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name in ("recompute_fn", "backward")
+        for frame in frames()
+    )
 
 
 _RUNTIME = str(__package__).rpartition(".")[0]
@@ -131,11 +124,9 @@ def is_called_by_backward() -> bool:
     and optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one
     of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
     """
-    frame = sys._getframe(1)
-    while frame is not None and (
-        str(frame.f_globals.get("__package__")).startswith(_RUNTIME) or frame.f_code.co_name in _OPERATOR_METHODS
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    by_autograd = frame is None or frame.f_globals.get("__name__") == "torch.autograd.graph"
-    by_optimizer = frame is not None and frame.f_globals.get("__package__") == "torch.optim"
-    return not (by_autograd or by_optimizer or in_recomputation())
+    for frame in frames():
+        package = str(frame.f_globals.get("__package__"))
+        if not package.startswith(_RUNTIME) and frame.f_code.co_name not in _OPERATOR_METHODS:
+            by_autograd = frame.f_globals.get("__name__") == "torch.autograd.graph"
+            return not (by_autograd or package == "torch.optim" or in_recomputation())
+    return False

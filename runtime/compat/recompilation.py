@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .frames import frames
+
 __all__ = ["LimitReached", "compile_beyond_limit"]
 
 
@@ -96,7 +98,5 @@ def _after_compilation(_: Any) -> None:
 
 def _compilation() -> dict[str, Any] | None:
     """Return the local variables of the function of Dynamo that is compiling a frame in this thread, if any."""
-    frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name != "_compile" or "cache_size" not in frame.f_locals):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_locals if frame is not None else None
+    compiling = (frame.f_locals for frame in frames() if frame.f_code.co_name == "_compile")
+    return next((variables for variables in compiling if "cache_size" in variables), None)

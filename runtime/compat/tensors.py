@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .distributed import new_group_like
+from .frames import frames
 from .version import TORCH_VERSION
 
 __all__ = [
@@ -166,14 +167,9 @@ def _check_broadcast_state_dict() -> None:
     Raises:
         RuntimeError: On all ranks.
     """
-    frame = sys._getframe(2)
-    for _ in range(8):
-        if frame.f_code is _broadcast_state_dict.__code__:
-            break
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-    else:
+    near = itertools.islice(frames(), 12)
+    frame = next((each for each in near if each.f_code is _broadcast_state_dict.__code__), None)
+    if frame is None:
         return
     call = frame.f_locals
     broadcast, targets = call["ret"], call["local_state_dict"]
