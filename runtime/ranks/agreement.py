@@ -21,7 +21,7 @@ from . import compared
 from .collective_order import AT_REST, StepPhase, orders
 from .digests import digest
 from .lifeline import RankLost
-from .meeting import Meeting, failure_of, refusal_of, reported_failures
+from .rendezvous import Rendezvous, failure_of, refusal_of, reported_failures
 from .watchdog import ORDER, watchdog
 
 __all__ = [
@@ -91,7 +91,7 @@ def agree(
         outcome = {"digest": digest(lines), "party": digest(list(map(str, some[0]))), "its digest": digest(some[1])}
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             group,
             topic,
             outcome,
@@ -103,9 +103,9 @@ def agree(
             is_last_resort=is_last_resort,
         )
         with _reaching_store(what or topic) if failure is None else contextlib.suppress(dist.DistNetworkError):
-            verdict = meeting.verdict()
+            verdict = rendezvous.verdict()
             if failure is None:
-                meeting.check(verdict, [*lines, *some[1]])
+                rendezvous.check(verdict, [*lines, *some[1]])
     if failure is not None:
         raise failure
 
@@ -162,10 +162,10 @@ def conclude(
             gone.
     """
     outcome = {"digest": digest(lines), "offer": offer}
-    meeting = Meeting(group, topic, outcome, timeout, combine=combine, what=topic, is_last_resort=is_last_resort)
+    rendezvous = Rendezvous(group, topic, outcome, timeout, combine=combine, what=topic, is_last_resort=is_last_resort)
     with _reaching_store(topic):
-        verdict = meeting.verdict()
-        meeting.check(verdict, lines)
+        verdict = rendezvous.verdict()
+        rendezvous.check(verdict, lines)
         return verdict["result"]
 
 

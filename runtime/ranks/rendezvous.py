@@ -1,4 +1,4 @@
-"""Meetings of the ranks of a group in the store, at which they come to one verdict.
+"""Rendezvous of the ranks of a group in the store, at which they come to one verdict.
 
 Ranks add their digests up. The last rank to arrive checks whether all are equal, and publishes the verdict. A rank that
 has failed publishes one, too, and so does the rank that has waited longest for one that does not arrive. Ranks publish
@@ -27,7 +27,7 @@ from .notices import conclude_once
 from .store_tree import branch_of
 from .watchdog import ORDER, Asking, watchdog
 
-__all__ = ["Meeting", "Verdict", "failure_of", "refusal_of", "reported_failures"]
+__all__ = ["Rendezvous", "Verdict", "failure_of", "refusal_of", "reported_failures"]
 
 Verdict = dict[str, Any]
 
@@ -59,7 +59,7 @@ def reported_failures(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[st
     ]
 
 
-class Meeting:
+class Rendezvous:
     """A visit of this rank to the place in the store where the ranks of a group meet for a topic.
 
     Args:
