@@ -180,9 +180,9 @@ def _check_broadcast_state_dict() -> None:
         **targets,
         **(model.state_dict() if isinstance(model, nn.Module) else {}),
     }  # buffers are replaced in targets
-    # Rank 0 broadcasts a tensor's size and dtype if it has dimensions.
+    # Rank 0 broadcasts size and dtype of a tensor that has dimensions.
     shapes = {
-        key: value.shape if isinstance(value, Tensor) else value.size
+        key: value.shape if isinstance(value, Tensor) else value[0]
         for key, value in broadcast.items()
         if isinstance(value, (Tensor, tuple)) and hasattr(value, "dtype")
     }

@@ -63,16 +63,10 @@ class Rendezvous:
     """A visit of this rank to the place in the store where the ranks of a group meet for a topic.
 
     Args:
-        group: The ranks that take part.
-        topic: What is compared or concluded, for messages.
         outcome: What this rank brings: a ``digest``, and an ``offer`` or the digest of a ``party``; or an ``error``.
-        timeout: How long to wait for ranks that do not arrive.
-        epoch: Ranks meet only if they pass the same number.
-        combine: Called with all offers on the rank that arrives last. None: there are no offers.
         party_size: Number of ranks that have lines in common; 0 if there are none.
-        heeds_refusals: Do not wait for ranks that were refused.
-        what: Description for messages about ranks that do not arrive.
-        is_last_resort: Never let the watchdog answer for ranks that have diverged.
+
+    :func:`.agreement.agree` and :func:`.agreement.conclude` explain the others.
     """
 
     def __init__(
@@ -316,20 +310,22 @@ class Rendezvous:
     def _explained(self, verdict: Verdict, lines: Sequence[str]) -> str:
         if verdict["kind"] == "astray":
             return str(verdict["text"])
+        topic, of, timeout = self._topic, len(self._ranks), self._timeout
         culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
-        about = f"{self._topic}: rank {culprits}"
         if verdict["kind"] == "missing":
             failures = reported_failures(self._group, verdict["ranks"][:4])
             reports = "".join(f" Before this, {report}." for report in failures)
-            others = f"the other ranks of {list(self._ranks)[:8]} did"
-            return f"{about} did not arrive within {self._timeout}; {others}.{reports}"
+            return (
+                f"{topic}: rank {culprits} did not arrive within {timeout}; the other ranks of {list(self._ranks)[:8]} "
+                f"did.{reports}"
+            )
         if verdict["kind"] == "failed":
-            return f"{about} failed with {verdict['error']}"
+            return f"{topic}: rank {culprits} failed with {verdict['error']}"
         first, other = both = verdict["first"], verdict["ranks"][0]
         key, store = verdict["key"], compat.default_store()
         if self._me in both:
             store.set(f"{key}/lines/{self._me}", json.dumps(list(lines)))
-        store.wait([f"{key}/lines/{rank}" for rank in both], self._timeout)
+        store.wait([f"{key}/lines/{rank}" for rank in both], timeout)
         of_first, of_other = (json.loads(store.get(f"{key}/lines/{rank}")) for rank in both)
         most = max(len(of_first), len(of_other))
         index = next(i for i in range(most) if of_first[i : i + 1] != of_other[i : i + 1])
@@ -343,8 +339,7 @@ class Rendezvous:
                 " Seed all ranks alike before the model is built, or pass check_values=False if values differ on "
                 "purpose."
             )
-        of = len(self._ranks)
-        return f"{about} of {of} differs from rank {first}. First difference: {difference}.{hint}"
+        return f"{topic}: rank {culprits} of {of} differs from rank {first}. First difference: {difference}.{hint}"
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[Any]:
