@@ -32,8 +32,8 @@ from typing import Literal
 
 from published import GIB, run
 
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
 from mfsdp_compile.passes.solver.solve import BudgetError, solve

@@ -21,8 +21,8 @@ from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
+from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
-from mfsdp_compile.passes.solver.solve import gib
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS

@@ -20,6 +20,7 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.reasons import explained
 from mfsdp_compile.passes.solver.simulate import (
     Exposure,
     Stage,
@@ -29,7 +30,6 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
 

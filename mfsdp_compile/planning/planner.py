@@ -14,16 +14,18 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.backend.options import OPTIMIZERS
-from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
+from mfsdp_compile.passes.solver.reasons import explained, gib
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simulate
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution, solve
 from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.bucket_plan import Site

@@ -28,10 +28,12 @@ from mfsdp_compile.backend.options import CompileOptions, known_rings
 from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.context import Context, SchedulePolicy
+from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.solver.costs import CostModel, kernels, origin
+from mfsdp_compile.passes.policy import SchedulePolicy
+from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware
+from mfsdp_compile.passes.solver.kernels import kernels, origin
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
@@ -358,14 +360,13 @@ def _outlines(
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
             if fused:
                 joint = compat.inductor_joint_passes(joint)
-            pipeline.tag_for_trial(joint.graph, record)
-            forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
-            graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
             count = kwargs["num_fwd_outputs"]
-            pipeline.offload_saved_on_trial(forward.graph, backward.graph, record, count)
+            in_two = functools.partial(compat.min_cut_partition, joint_inputs=joint_inputs, **kwargs)
+            graphs = pipeline.trial(joint, record, count, in_two)
+            forward = graphs[Phase.FORWARD]
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
-            readers.update(_readers(forward.graph, record.context, fused))
-            outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
+            readers.update(_readers(forward, record.context, fused))
+            outputs.extend(node.meta["val"] for node in forward.output_node().args[0][:count])
             raise _Traced  # nothing after this point is needed
 
         if not record.context.whole_model:

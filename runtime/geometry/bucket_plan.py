@@ -140,18 +140,28 @@ class BucketPlan:
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        exchange = topology.exchange(
-            self.layout,
-            self.compute_dtype,
-            self.comm_dtype,
-            self.reduce_op,
-            self.scale,
-            self.inspected,
-            self.gather_buffers,
-            self.gradient_buffers,
-            self.scaling,
-            self.form,
-        )
+        gather, stages = topology.gather_group, topology.stages
+        slots = self.layout.slots
+        exchange = Exchange(
+            sizes=[size for slot in slots for size in slot.shape],
+            ndims=[len(slot.shape) for slot in slots],
+            offsets=[slot.offset for slot in slots],
+            numel=self.layout.numel,
+            dtype=self.compute_dtype,
+            gather_size=gather.size if gather else 1,
+            gather_group=gather.name if gather else "",
+            comm_dtype=self.comm_dtype,
+            reduce_op=self.reduce_op,
+            scale=self.scale,
+            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
+            when=[stage.when.value for stage in stages],
+            group_sizes=[stage.group.size for stage in stages],
+            groups=[stage.group.name for stage in stages],
+            inspected=self.inspected,
+            # What stays gathered between uses is dequantized, unless modules get bytes.
+            scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
+            form=self.form,
+        ).with_buffers(self.gather_buffers, self.gradient_buffers)
         if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
             return exchange._replace(gather_group="").with_buffers(
                 NO_BUFFERS, self.gradient_buffers

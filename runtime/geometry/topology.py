@@ -26,9 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import compat
-from ..formats.quantize import DEQUANTIZED, DEQUANTIZING
-from .exchange import NO_BUFFERS, Buffers, Exchange, When, stride_of
-from .layout import BucketLayout
+from .exchange import When, stride_of
 from .placements import Placements, ShardingStrategy
 
 __all__ = [
@@ -299,43 +297,6 @@ class Topology:
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 
     # -- process groups -----------------------------------------------------------------------------------------------
-
-    def exchange(
-        self,
-        layout: BucketLayout,
-        dtype: torch.dtype,
-        comm_dtype: torch.dtype,
-        reduce_op: str,
-        scale: float,
-        inspected: bool = False,
-        gather_buffers: Buffers = NO_BUFFERS,
-        gradient_buffers: Buffers = NO_BUFFERS,
-        scaling: str = "",
-        form: str = DEQUANTIZED,
-    ) -> Exchange:
-        """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
-        gather, stages = self.gather_group, self.stages
-        exchange = Exchange(
-            sizes=[size for slot in layout.slots for size in slot.shape],
-            ndims=[len(slot.shape) for slot in layout.slots],
-            offsets=[slot.offset for slot in layout.slots],
-            numel=layout.numel,
-            dtype=dtype,
-            gather_size=gather.size if gather else 1,
-            gather_group=gather.name if gather else "",
-            comm_dtype=comm_dtype,
-            reduce_op=reduce_op,
-            scale=scale,
-            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
-            when=[stage.when.value for stage in stages],
-            group_sizes=[stage.group.size for stage in stages],
-            groups=[stage.group.name for stage in stages],
-            inspected=inspected,
-            # What stays gathered between uses is dequantized, unless modules get bytes.
-            scaling=scaling if gather is not None or form not in DEQUANTIZING else "",
-            form=form,
-        )
-        return exchange.with_buffers(gather_buffers, gradient_buffers)
 
     @property
     def groups(self) -> list[Group]:

@@ -528,7 +528,7 @@ MORE_RUNTIME = (
         ("integrations/test_fsdp2_between.py -k used_between",),
     ),
     Mutant(
-        "mfsdp_compile/fsdp2.py",
+        "mfsdp_compile/fsdp2/sharding.py",
         "settings of a module end when a larger model takes it over",
         "            getattr(module, name)(*args, **kwargs)",
         "            pass",

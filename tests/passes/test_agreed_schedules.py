@@ -402,7 +402,7 @@ def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
             hits, misses, again = start()
             assert (hits, misses) == (3, 0)
             assert again == first
-            policy = mfsdp_compile.passes.context.SchedulePolicy(prefetch=0)
+            policy = mfsdp_compile.passes.policy.SchedulePolicy(prefetch=0)
             late = {number: gather_by_policy(policy, 1) for number in range(5)}
             other = Decisions(gathers=dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE), late))
             hits, misses, others = start(other)
