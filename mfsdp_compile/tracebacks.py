@@ -42,9 +42,9 @@ def shortened(error: BaseException) -> BaseException:
     if os.environ.get("MFSDP_TRACEBACK") == "full" or compat.wants_full_tracebacks():
         return error
     frames = list(_frames(error.__traceback__))
-    if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.not_traceable())):
+    if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.TorchDynamoException)):
         return error
-    shown = compat.inner_exception(error) if isinstance(error, compat.backend_failed()) else error
+    shown = error.inner_exception if isinstance(error, compat.BackendCompilerFailed) else error
     kept = [
         frame
         for frame in frames

@@ -367,9 +367,9 @@ def _outlines(
     try:
         with contextlib.suppress(_Traced):
             work.loss(torch.compile(sharded, backend=backend, fullgraph=True)(*args, **kwargs))
-    except compat.backend_failed() as failed:
-        raise compat.inner_exception(failed) from None
-    except compat.not_traceable() as error:
+    except compat.BackendCompilerFailed as failed:
+        raise failed.inner_exception from None
+    except compat.TorchDynamoException as error:
         why = reason_and_place(str(error), compat.where_not_traceable(error))
         raise RuntimeError(
             f"torch.compile cannot make one graph of {work.name}, which a plan needs: {why}. "

@@ -48,7 +48,7 @@ MORE_RUNTIME = (
         ("runtime/test_program_lines.py -k step",),
     ),
     Mutant(
-        "runtime/ranks/agreement.py",
+        "runtime/ranks/digests.py",
         "values of wrapped tensors are read from the tensor around them",
         "    if inner := compat.inner_tensors(tensor):\n",
         "    if False and (inner := compat.inner_tensors(tensor)):\n",

@@ -116,8 +116,8 @@ def refused(step: Callable[[], Any]) -> BaseException:
     """Return the error that a step raises on this rank. Dynamo wraps errors of compilation."""
     try:
         step()
-    except compat.backend_failed() as error:
-        return compat.inner_exception(error)
+    except compat.BackendCompilerFailed as error:
+        return error.inner_exception
     except (RuntimeError, ValueError) as error:
         return error
     raise AssertionError("no error")
