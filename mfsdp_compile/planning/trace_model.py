@@ -343,14 +343,13 @@ def _outlines(
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
             if fused:
                 joint = compat.inductor_joint_passes(joint)
-            pipeline.tag_for_trial(joint.graph, record)
-            forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
-            graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
             count = kwargs["num_fwd_outputs"]
-            pipeline.offload_saved_on_trial(forward.graph, backward.graph, record, count)
+            in_two = functools.partial(compat.min_cut_partition, joint_inputs=joint_inputs, **kwargs)
+            graphs = pipeline.trial(joint, record, count, in_two)
+            forward = graphs[Phase.FORWARD]
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
-            readers.update(_readers(forward.graph, record.context, fused))
-            outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
+            readers.update(_readers(forward, record.context, fused))
+            outputs.extend(node.meta["val"] for node in forward.output_node().args[0][:count])
             raise _Traced  # nothing after this point is needed
 
         if not record.context.whole_model:

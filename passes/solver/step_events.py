@@ -237,10 +237,8 @@ class StepOutlines:
             before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
         events: list[Event] = []
-        for first, segment, last in zip(before, self._segments[phase], after, strict=False):
-            events += first
-            events += segment
-            events += last
+        for earlier, segment, later in zip(before, self._segments[phase], after, strict=False):
+            events += [*earlier, *segment, *later]
         return events + before[-1]
 
     def _of_segments(self, outline: Outline) -> list[list[Event]]:
