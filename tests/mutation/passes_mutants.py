@@ -80,7 +80,7 @@ PASSES_MUTANTS = (
         PASSES,
     ),
     Mutant(
-        "passes/decisions.py",
+        "runtime/schedule/decisions.py",
         "what was decided is not followed",
         "        return first or gather_by_policy(",
         "        return gather_by_policy(",
