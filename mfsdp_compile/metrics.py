@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Count the floating-point operations of a forward and a backward of a model, on the meta device.
+    """Count the floating-point operations of a forward and a backward of a model, without its values.
 
     Counted by torch's ``FlopCounterMode``: matrix products, convolutions and attention, without what activation
     checkpointing computes again. Attention counts as without a mask, as in the PaLM paper (arXiv:2204.02311). No memory
@@ -63,12 +63,14 @@ def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         args, kwargs: Inputs of a forward, such as one batch. Only shapes matter.
 
     Raises:
-        ValueError: The model cannot run on the meta device, for example because it reads values of tensors.
+        ValueError: The model cannot run without values, for example because it reads those of tensors.
     """
     inner = getattr(model, "_orig_mod", model)
     step = _ForwardBackward(inner.module if isinstance(inner, MegatronFSDP) else inner)
-    state = {name: _on_meta(value) for name, value in (*step.named_parameters(), *step.named_buffers())}
-    inputs, keywords = compat.tree_map_only(Tensor, _on_meta, (args, kwargs))
+    without_values = compat.fake_mode()  # which libraries know, other than the meta device, and read no values of
+    with without_values:
+        state = {name: _on_meta(value) for name, value in (*step.named_parameters(), *step.named_buffers())}
+        inputs, keywords = compat.tree_map_only(Tensor, _on_meta, (args, kwargs))
 
     def without_recomputation(formula: Callable[..., int]) -> Callable[..., int]:
         # A backward runs without gradients. What it computes with them is a part of the forward that is run again.
@@ -77,12 +79,12 @@ def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     counter = FlopCounterMode(display=False)
     counter.flop_registry = {name: without_recomputation(each) for name, each in counter.flop_registry.items()}
     try:
-        with as_written(step), sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), counter:
+        with without_values, as_written(step), sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), counter:
             torch.func.functional_call(step, state, inputs, keywords)
     except Exception as error:
         raise ValueError(
-            f"The operations of {type(step.model).__name__} cannot be counted, because it does not run on the meta "
-            f"device: {type(error).__name__}: {error}. Give StepMetrics flops_per_token another way."
+            f"The operations of {type(step.model).__name__} cannot be counted, because it does not run without "
+            f"values: {type(error).__name__}: {error}. Give StepMetrics flops_per_token another way."
         ) from error
     return counter.get_total_flops()
 
