@@ -237,10 +237,10 @@ class StepOutlines:
             before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
         events: list[Event] = []
-        for first, segment, last in zip(before, self._segments[phase], after, strict=False):
-            events += first
+        for starts, segment, ends_after in zip(before, self._segments[phase], after, strict=False):
+            events += starts
             events += segment
-            events += last
+            events += ends_after
         return events + before[-1]
 
     def _of_segments(self, outline: Outline) -> list[list[Event]]:
