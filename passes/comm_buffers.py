@@ -21,10 +21,10 @@ import operator
 
 from torch import fx
 
+from ..runtime.schedule.phase import Phase
+from ..runtime.schedule.policy import SchedulePolicy
 from . import roles
 from .context import Context, Report
-from .phase import Phase
-from .policy import SchedulePolicy
 
 __all__ = ["apply"]
 

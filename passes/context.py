@@ -13,9 +13,9 @@ from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
 
-from .decisions import Decisions
-from .phase import Phase
-from .policy import SchedulePolicy
+from ..runtime.schedule.decisions import Decisions
+from ..runtime.schedule.phase import Phase
+from ..runtime.schedule.policy import SchedulePolicy
 
 __all__ = [
     "BucketInfo",

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..runtime.schedule.decisions import Behind, reductions_by_policy
+from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report
-from .decisions import Behind, reductions_by_policy
-from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -251,7 +251,7 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor):
             return f"{node.name} is passed across its border, which is a {type(value).__name__} and no tensor"
-        if type(value) is not compat.fake_tensor_type():
+        if type(value) is not compat.FakeTensor:
             return f"{node.name} is passed across its border, which is a {type(value).__name__}"
         if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return f"the shape of {node.name} is dynamic"

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.runtime import compat
 
+from ..runtime.schedule.decisions import kept_by_policy
+from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, NodeKind, Report
-from .decisions import kept_by_policy
-from .phase import Phase
 
 __all__ = ["apply", "kept_buckets"]
 

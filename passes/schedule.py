@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..runtime.schedule.decisions import Ahead
+from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report
-from .decisions import Ahead
-from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -31,8 +31,8 @@ from pathlib import Path
 
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
-from .decisions import Ahead, Behind, Decisions, Limit, Why
-from .phase import Phase
+from ..runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
+from ..runtime.schedule.phase import Phase
 
 __all__ = ["ScheduleText"]
 

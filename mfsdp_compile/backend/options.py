@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
@@ -19,6 +18,7 @@ from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.nearest import did_you_mean
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 

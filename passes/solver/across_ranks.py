@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, Union
 
-from ..decisions import Decisions
+from ...runtime.schedule.decisions import Decisions
 from .reasons import excess
 from .simulate import OptimizerCost, Timeline
 from .solve import BudgetError, Solution, smallest, solve

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..decisions import Decisions, Limit
-from ..phase import Phase
+from ...runtime.schedule.decisions import Decisions, Limit
+from ...runtime.schedule.phase import Phase
 from .flow import Category
 from .simulate import Exposure, Stage, Timeline
 

@@ -30,8 +30,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
-from ..phase import Phase
+from ...runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
+from ...runtime.schedule.phase import Phase
 from .flow import Category
 from .outline import Outline, Use
 from .reasons import excess, gib, peak_parts

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
+from ...runtime.schedule.decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
+from ...runtime.schedule.phase import Phase
 from ..context import BucketInfo, Context
-from ..decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
-from ..phase import Phase
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
@@ -237,10 +237,8 @@ class StepOutlines:
             before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
         events: list[Event] = []
-        for starts, segment, ends_after in zip(before, self._segments[phase], after, strict=False):
-            events += starts
-            events += segment
-            events += ends_after
+        for earlier, segment, later in zip(before, self._segments[phase], after, strict=False):
+            events += [*earlier, *segment, *later]
         return events + before[-1]
 
     def _of_segments(self, outline: Outline) -> list[list[Event]]:

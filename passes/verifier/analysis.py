@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from mfsdp_compile.runtime.formats import quantize
 
+from ...runtime.schedule.phase import Phase
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
-from ..phase import Phase
 from ..roles import GATHERS, REDUCES
 
 __all__ = [

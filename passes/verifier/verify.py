@@ -17,8 +17,8 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
+from ...runtime.schedule.phase import Phase
 from ..context import Context, Report
-from ..phase import Phase
 from .analysis import Analysis
 from .contract import contract_of
 from .rules import RULES, Breach

@@ -24,7 +24,6 @@ PASSED_ON = {
     "mfsdp_compile/convert/inspect_checkpoint.py",
     "mfsdp_compile/convert/to_torch_dist.py",
     "mfsdp_compile/convert/from_torch_dist.py",
-    "mfsdp_compile/planning/trace_model.py",
     "runtime/compat/regions.py",
     "runtime/ranks/watchdog.py",
 }
