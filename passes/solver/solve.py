@@ -408,8 +408,8 @@ class _Solver:
         if not isinstance(self.reshard, bool) and self.reshard is not None:
             again = f"one of {self.reshard} portions of what backward needs kept"
         return (
-            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and with "
-            f"{again}, has {excess(smallest, budget)}. What would help: {'; '.join(helps)}."
+            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and "
+            f"with {again}, has {excess(smallest, budget)}. What would help: {'; '.join(helps)}."
         )
 
 
