@@ -1,18 +1,29 @@
-"""Say why: why a collective is exposed, and what is too large for a budget."""
+"""Say why: why a collective is exposed, and why no schedule keeps to a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NoReturn
 
-from ...runtime.schedule.decisions import Decisions, Limit
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Decisions, Limit
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .flow import Category
 from .simulate import Exposure, Stage, Timeline
 
-__all__ = ["excess", "explained", "gib", "peak_parts"]
+__all__ = ["BudgetError", "excess", "explained", "gib", "refuse_budget"]
 
 _CHOSEN = (Limit.POLICY, Limit.SIZE, Limit.IN_FLIGHT, Limit.IN_FLIGHT_SIZE, Limit.FILE)
+_HELPS = {
+    Category.SAVED: "activation checkpointing, or a smaller batch",
+    Category.TEMPORARY: "a smaller batch",
+    Category.GATHERED: "smaller units (fsdp_unit_modules)",
+    Category.GRADIENTS: "smaller units (fsdp_unit_modules)",
+    Category.SHARDS: "more ranks to shard over",
+    Category.OPTIMIZER: "more ranks to shard over",
+}
+"""What helps if memory of a category is short."""
 
 
 def gib(size: float) -> str:
@@ -22,14 +33,50 @@ def gib(size: float) -> str:
 
 def excess(timeline: Timeline, budget: int) -> str:
     """Return a text such as ``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
-    made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in peak_parts(timeline))
+    made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in _peak_parts(timeline))
     where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
     return f"{gib(timeline.peak_bytes)} in memory {where} ({made_of}), {gib(timeline.peak_bytes - budget)} too much"
 
 
-def peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
+def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
     """Return the parts of the peak, largest first."""
     return sorted(((size, category) for category, size in timeline.peak_parts.items() if size), reverse=True)
+
+
+class BudgetError(ValueError):
+    """No schedule keeps to the memory budget.
+
+    Args:
+        message: Error message.
+        needed: Peak bytes of the smallest schedule.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+def refuse_budget(
+    smallest: Timeline, budget: int, prefetch: int | None, reshard: bool | int | None, beginning: str = ""
+) -> NoReturn:
+    """Raise :class:`BudgetError`: no schedule keeps to a budget.
+
+    Args:
+        smallest: Timeline of the smallest schedule.
+        prefetch, reshard: See :func:`.solve.solve`.
+        beginning: Beginning of the message; by default it mentions ``memory_budget``.
+    """
+    large = [category for size, category in _peak_parts(smallest) if size * 10 > smallest.peak_bytes]
+    helps = dict.fromkeys(_HELPS[category] for category in large)
+    again = "what backward needs kept" if reshard is False else "every bucket gathered again"
+    if not isinstance(reshard, bool) and reshard is not None:
+        again = f"one of {reshard} portions of what backward needs kept"
+    raise BudgetError(
+        f"{beginning or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, "
+        f"{f'with prefetch {prefetch}' if prefetch else 'without prefetch'} and with {again}, has "
+        f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}.",
+        smallest.peak_bytes,
+    )
 
 
 def explained(timeline: Timeline, decisions: Decisions, phases: Mapping[Stage, Phase]) -> Timeline:

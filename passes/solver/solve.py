@@ -30,34 +30,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
-from ...runtime.schedule.phase import Phase
-from .flow import Category
+from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .outline import Outline, Use
-from .reasons import excess, gib, peak_parts
+from .reasons import refuse_budget
 from .room import Room, SegmentMemory
 from .simulate import OptimizerCost, Stage, Timeline
 from .step_events import STAGES, StepOutlines, gathered_bytes
 
-__all__ = ["BudgetError", "Solution", "smallest", "solve"]
+__all__ = ["Solution", "smallest", "solve"]
 
 _BOUNDS = 12
 """Number of memory bounds to try between the smallest schedule and the largest."""
 _ROUNDS = 4
 """Maximum number of rounds that move gathers earlier which a simulation shows exposed."""
-
-
-class BudgetError(ValueError):
-    """No schedule keeps to the memory budget.
-
-    Args:
-        message: Error message.
-        needed: Peak bytes of the smallest schedule.
-    """
-
-    def __init__(self, message: str, needed: int) -> None:
-        super().__init__(message)
-        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -124,13 +111,13 @@ class _Solver:
         self.memory = SegmentMemory(plan, sum(plan.resting(optimizer).values()))
         self._tried: dict[object, Timeline] = {}
 
-    def solve(self, budget: int | None, bounds: int, up_to_budget: bool, refusal: str) -> Solution:
+    def solve(self, budget: int | None, bounds: int, up_to_budget: bool, beginning: str) -> Solution:
         limit = budget if budget is not None else math.inf
         smallest = self._smallest()
         low = smallest.timeline.peak_bytes
         if low > limit:
             assert budget is not None
-            raise BudgetError(self._refusal(smallest.timeline, budget, refusal), low)
+            refuse_budget(smallest.timeline, budget, self.prefetch, self.reshard, beginning)
         unbounded = [*self._schedules(None), *self._usual()]
         largest = min(unbounded, key=_rank)
         span = max(0, largest.timeline.peak_bytes - low)
@@ -397,31 +384,6 @@ class _Solver:
                 room[phase].take(size, *window)
             kept.add(bucket)
         return frozenset(kept), why_not
-
-    # -- refusal ------------------------------------------------------------------------------------------------------
-
-    def _refusal(self, smallest: Timeline, budget: int, refusal: str) -> str:
-        large = [category for size, category in peak_parts(smallest) if size * 10 > smallest.peak_bytes]
-        helps = dict.fromkeys(_HELPS[category] for category in large)
-        prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
-        again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
-        if not isinstance(self.reshard, bool) and self.reshard is not None:
-            again = f"one of {self.reshard} portions of what backward needs kept"
-        return (
-            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and "
-            f"with {again}, has {excess(smallest, budget)}. What would help: {'; '.join(helps)}."
-        )
-
-
-_HELPS = {
-    Category.SAVED: "activation checkpointing, or a smaller batch",
-    Category.TEMPORARY: "a smaller batch",
-    Category.GATHERED: "smaller units (fsdp_unit_modules)",
-    Category.GRADIENTS: "smaller units (fsdp_unit_modules)",
-    Category.SHARDS: "more ranks to shard over",
-    Category.OPTIMIZER: "more ranks to shard over",
-}
-"""What helps if memory of a category is short."""
 
 
 def _between(low: int, high: int, count: int) -> list[int]:
