@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime import compat, recovery
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.geometry.topology import Accumulation, ShardingStrategy
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
 from mfsdp_compile.runtime.owner import name_of
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies, PolicyArgument
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy
 
 from .backend.options import parse_bytes
 from .backend.verify_step import StepComparison, compare_step

@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.memory import gradients, host
 from mfsdp_compile.runtime.memory.bucket import Bucket
-from mfsdp_compile.runtime.topology import Topology
 
 HOST, DEVICE = "host", "device"
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)

@@ -43,13 +43,14 @@ from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.memory.bucket import Bucket, BucketPlan, Home
-from mfsdp_compile.runtime.model import ShardedModel, models_of
+from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, models_of
 from mfsdp_compile.runtime.program_lines import warn
-from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
-from mfsdp_compile.runtime.topology import Topology
+from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
 from .dumps import GraphFolder
 from .lowerings import register_lowerings

@@ -55,26 +55,30 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compat, quantize, step_checks
-from ..exchange import When
-from ..forms import Wrapper
+from .. import compat
+from ..collectives.ops import gather_into_buffer, pack, start_collective, start_stage
+from ..formats import quantize
+from ..formats.forms import Wrapper
+from ..geometry.exchange import When
+from ..geometry.topology import Group
 from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
-from ..memory.comm_buffers import enter_pool
+from ..memory.comm_buffers import BufferPool, enter_pool
+from ..memory.deferred_gradients import RequestedGradients
 from ..memory.extension import Extension, Made, Sent
 from ..memory.redistribute import as_real
 from ..memory.tensor import hooks_of_parameters
 from ..memory.written_gradients import WrittenGradients
-from ..ops import gather_into_buffer, pack, start_collective, start_stage
-from ..owner import ModuleRef, Owned, Owner, refuse_dropped
-from ..ranks.conduct import Announcement
-from ..topology import Group
+from ..owner import ModuleRef, Owned, refuse_dropped
+from ..ranks.conduct import Announcement, Conduct
+from ..step import checks as step_checks
+from ..step.grad_sync import GradSync
 
 __all__ = [
     "EagerPolicy",
@@ -204,7 +208,7 @@ class Window:
         is_root: Whether the module is the model itself.
     """
 
-    owner: Owner
+    owner: EagerOwner
     runtime: EagerRuntime
     module: ModuleRef
     unit: EagerUnit | None
@@ -316,7 +320,38 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class EagerRuntime(Owned):
+class EagerOwner(Protocol):
+    """What the eager path needs of its model."""
+
+    @property
+    def conduct(self) -> Conduct: ...
+
+    @property
+    def grad_sync(self) -> GradSync: ...
+
+    @property
+    def comm_buffers(self) -> BufferPool: ...
+
+    @property
+    def eager(self) -> EagerRuntime: ...
+
+    def leave_backward(self) -> None:
+        """A forward begins: a backward that was entered and not finished must have raised.
+
+        After a failure, raises unless all ranks have failed in the same place.
+        """
+
+    def failed(self, error: BaseException) -> None:
+        """A forward, or a collective in backward, has raised."""
+
+    def check_complete(self) -> None:
+        """Raise if the model has parameters that are in no bucket."""
+
+    def refresh(self, ahead: bool = False) -> None:
+        """Start gathering stale residents, possibly ahead of the forward that uses them."""
+
+
+class EagerRuntime(Owned[EagerOwner]):
     """Gathers and releases buckets of one model as its modules run.
 
     Args:
@@ -706,7 +741,7 @@ class EagerRuntime(Owned):
         """
         if bucket.extension is not None:
             assert state.made is not None
-            return bucket.extension.present(bucket, state.made)
+            return bucket.extension.present(bucket.plan, state.made)
         full = state.full
         assert full is not None
         view = bucket.whole_view(full, index)
@@ -865,7 +900,7 @@ class EagerRuntime(Owned):
     def _prepare(self, bucket: Bucket, extension: Extension) -> Sent:
         try:
             with compat.below_function_transforms(), torch.no_grad():
-                return extension.prepare(bucket)
+                return extension.prepare(bucket.plan, bucket.sites[0][0].module, bucket.topology.mesh)
         except BaseException as error:
             self.owner.failed(error)  # in a backward, nothing else catches it
             raise
@@ -933,7 +968,7 @@ class EagerRuntime(Owned):
         if bucket.extension is not None:
             assert state.sent is not None
             with torch.no_grad():
-                state.made = bucket.extension.finish(bucket, state.sent, state.full)
+                state.made = bucket.extension.finish(bucket.plan, state.sent, state.full)
             self._by_storage.update({compat.storage_address(leaf) or 0: bucket for leaf in state.made.leaves})
         state.content = state.full._version
         state.references = compat.references_to(state.full.untyped_storage())
@@ -1189,7 +1224,7 @@ class EagerRuntime(Owned):
 
     @compat.python_only
     def reduce_now(
-        self, bucket: Bucket, packed: Tensor, used: frozenset[int], asked: gradients.Asked
+        self, bucket: Bucket, packed: Tensor, used: frozenset[int], requested: RequestedGradients
     ) -> Sequence[Tensor | None]:
         """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
         self.owner.grad_sync.enter_backward()
@@ -1197,7 +1232,7 @@ class EagerRuntime(Owned):
         reduced = self._reduce_stages(bucket, 0, packed, "for torch.autograd.grad")
         mine = [int(index in used) for index in range(len(bucket.params))]
         (levels,) = self.owner.grad_sync.used_anywhere([bucket], [mine])
-        return asked.select(bucket, reduced, {index for index, level in enumerate(levels) if level})
+        return gradients.select(requested, bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.owner.grad_sync.is_due() or not bucket.exchange.may_wait(stage)
@@ -1428,13 +1463,13 @@ class _Reduce(torch.autograd.Function):
     @compat.python_only
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, runtime = ctx.bucket(), ctx.runtime()
-        asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
+        requested = RequestedGradients.of([node for node, _ in ctx.next_functions])
         nothing = (
             None,
             None,
             None,
             None,
-            *asked.nothing,
+            *requested.nothing,
         )  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
             refuse_dropped()
@@ -1443,20 +1478,20 @@ class _Reduce(torch.autograd.Function):
         if packed is not None:
             used = used.union(*(backward.used for backward in ctx.served))
         used |= ctx.written.indices
-        gradients.tell_counting_hooks(bucket, asked.added - used)
+        gradients.tell_counting_hooks(bucket, requested.added - used)
         if not used and packed is None:
             return nothing
         if torch.is_grad_enabled():
             gradients.refuse_double_backward()
-        if asked.left_out and not asked.returned:
-            whole_gradients = [None if index in asked.left_out else g for index, g in enumerate(whole_gradients)]
+        if requested.left_out and not requested.returned:
+            whole_gradients = [None if index in requested.left_out else g for index, g in enumerate(whole_gradients)]
             if packed is not None:
-                packed = _without(bucket, packed, used & asked.left_out)
-            used -= asked.left_out
+                packed = _without(bucket, packed, used & requested.left_out)
+            used -= requested.left_out
         if ctx.written.indices:
             alone = ctx.written.pack(whole_gradients)
-            if not asked.returned:
-                alone = _without(bucket, alone, asked.left_out)
+            if not requested.returned:
+                alone = _without(bucket, alone, requested.left_out)
             packed = alone if packed is None else alone + packed
         elif any(gradient is not None for gradient in whole_gradients):
             enter_pool(runtime.owner.comm_buffers)
@@ -1465,8 +1500,8 @@ class _Reduce(torch.autograd.Function):
             packed = alone if packed is None else alone + packed
         if packed is None or not used:
             return nothing
-        if asked.returned:
-            return None, None, None, None, *runtime.reduce_now(bucket, packed, used, asked)
+        if requested.returned:
+            return None, None, None, None, *runtime.reduce_now(bucket, packed, used, requested)
         runtime.reduce(bucket, packed, used)
         return nothing
 

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..casts import Casts
+from ..formats.casts import Casts
+from ..formats.extension import FORM as EXTENSION
+from ..geometry.partition import Partition
 from ..memory.bucket import Home
-from ..memory.extension import FORM as EXTENSION
-from ..plan.partition import Partition
 from ..program_lines import warn
 from .engine import Window
 

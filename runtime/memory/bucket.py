@@ -22,212 +22,38 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .. import compat, forms, quantize
-from ..exchange import Exchange
-from ..layout import BucketLayout
-from ..owner import ModuleRef, Owned, refuse_dropped
-from ..plan.partition import Partition, local_part
-from ..topology import Accumulation, Topology
+from .. import compat
+from ..formats import forms, quantize
+from ..formats.extension import is_extended
+from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.partition import Partition, local_part
+from ..geometry.rows import RowSplit, contiguous_strides
+from ..geometry.topology import Accumulation, Topology
+from ..owner import Owned, refuse_dropped
 from . import host
-from .comm_buffers import NO_BUFFERS, Buffers
+from .comm_buffers import BufferPool
 from .deferred_gradients import DeferredGradient
-from .extension import FORM, Extension, is_extended
-from .pickled import places
-from .redistribute import RowMove, move_rows, take_rows, take_rows_of_part
+from .extension import Extension
+from .redistribute import RowMove, announce_at_rest, move_rows, take_rows, take_rows_of_part
 from .replicated import ReplicatedTensor
-from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
+    Backing,
     RowShardedTensor,
     UnreducedGradient,
-    is_homeless,
     mark_provisional,
     noted_value,
 )
 
-__all__ = ["Bucket", "BucketPlan", "Home", "Site"]
+__all__ = ["Bucket", "BucketOwner", "Home", "all_buckets", "home_of", "is_homeless"]
 
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several.
-
-    Args:
-        holder: The module, which the site does not keep alive.
-        module_name: Name of the module.
-        attribute: Name of the parameter there.
-    """
-
-    holder: ModuleRef
-    module_name: str
-    attribute: str
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, while a model is planned."""
-        module = self.holder()
-        return refuse_dropped() if module is None else module
-
-    @property
-    def name(self) -> str:
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Decisions about a bucket, made before any memory is touched; plain data, equal on all ranks.
-
-    Args:
-        name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
-        unit: Name of the unit.
-        layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
-            holds pairs of real numbers.
-        compute_dtype: Dtype of the gathered parameters.
-        main_dtype: Dtype of the shard, its gradients and the optimizer's state.
-        requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
-            none is.
-        grad_dtype: Dtype in which gradients are accumulated over microbatches.
-        comm_dtype: Dtype in which gradients are reduced.
-        reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
-        scale: Factor applied to reduced gradients.
-        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
-        inspected: Whether gradients are inspected before they are reduced.
-        is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
-            is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
-            itself; see :mod:`.extension`.
-        gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
-        reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
-            it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many
-            portions, and backward gathers these. None: True, except for the bucket that forward uses last, if backward
-            needs it first.
-        keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
-            graphs need, instead of being freed when they are not needed.
-        policy: Position of its mixed-precision policy among the model's.
-        offload: How the shard, its gradients and the optimizer's state are kept in host memory; see :mod:`.host`. None:
-            they are on the device.
-    """
-
-    name: str
-    unit: str
-    layout: BucketLayout
-    model_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    main_dtype: torch.dtype
-    requires_grad: bool
-    grad_dtype: torch.dtype
-    comm_dtype: torch.dtype
-    reduce_op: str = "avg"
-    scale: float = 1.0
-    decoupled: bool = False
-    inspected: bool = False
-    is_expert: bool = False
-    scaling: str = ""
-    form: str = quantize.DEQUANTIZED
-    gather_buffers: Buffers = NO_BUFFERS
-    gradient_buffers: Buffers = NO_BUFFERS
-    keeps_memory: bool = False
-    reshard_after_forward: bool | int | None = None
-    policy: int = 0
-    offload: host.Offload | None = None
-
-    @property
-    def portions(self) -> int:
-        """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
-        reshard = self.reshard_after_forward
-        return reshard if reshard is not None and not isinstance(reshard, bool) else 0
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether its parameters are complex."""
-        return self.model_dtype.is_complex
-
-    @property
-    def grad_attribute(self) -> str:
-        """The attribute of parameters that holds their gradients."""
-        return "decoupled_grad" if self.decoupled else "grad"
-
-    def exchange(self, topology: Topology) -> Exchange:
-        """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        exchange = topology.exchange(
-            self.layout,
-            self.compute_dtype,
-            self.comm_dtype,
-            self.reduce_op,
-            self.scale,
-            self.inspected,
-            self.gather_buffers,
-            self.gradient_buffers,
-            self.scaling,
-            self.form,
-        )
-        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
-            return exchange._replace(gather_group="").with_buffers(
-                NO_BUFFERS, self.gradient_buffers
-            )  # used from the shard
-        if self.offload is None:
-            return exchange
-        return exchange._replace(
-            offload=topology.mesh.device_type,
-            pins=self.offload.pins,
-            keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
-        )
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the gathered bucket in memory."""
-        return self.held_numel * self.held_dtype.itemsize
-
-    @property
-    def is_extension(self) -> bool:
-        """Whether its only parameter gathers itself; see :mod:`.extension`."""
-        return self.form == FORM
-
-    @property
-    def has_planes(self) -> bool:
-        """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
-        return not self.is_extension and forms.FORMS[self.form].planes
-
-    @property
-    def held_numel(self) -> int:
-        """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
-        return self.sent_numel if self.has_planes else self.layout.numel
-
-    @property
-    def stays_quantized(self) -> bool:
-        """Whether modules get the gathered bytes themselves."""
-        return bool(self.scaling) and self.form not in quantize.DEQUANTIZING
-
-    @property
-    def held_dtype(self) -> torch.dtype:
-        """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
-        return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
-
-    @property
-    def given_dtype(self) -> torch.dtype:
-        """Dtype of the parameters that modules get, if they are ordinary tensors."""
-        return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
-
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        """Dtype in which the bucket is gathered."""
-        return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
-
-    @property
-    def sent_numel(self) -> int:
-        """Elements in which the bucket is gathered."""
-        return quantize.sent_numel(self.layout.numel, self.scaling)
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.layout.shard_numel * self.main_dtype.itemsize
+all_buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()
+"""The buckets of all sharded models of this process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,8 +77,24 @@ class Home:
         bucket = self.reference()
         return refuse_dropped() if bucket is None else bucket
 
+    def toggled(self) -> None:
+        """Handle that the parameter was frozen or unfrozen."""
+        if (bucket := self.reference()) is not None:
+            bucket.toggled(self.index)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Home:
         return Home.at(deepcopy(self.bucket, memo), self.index)
+
+
+def home_of(param: Tensor) -> Home | None:
+    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer exists."""
+    home: Home | None = vars(param).get("mfsdp_home")
+    return home if home is not None and home.reference() is not None else None
+
+
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and home_of(param) is None
 
 
 class FlatRange(NamedTuple):
@@ -268,7 +110,43 @@ class FlatRange(NamedTuple):
         return cls(start, start + numel, shape, contiguous_strides(shape))
 
 
-class Bucket(Owned):
+class GradientEvents(Protocol):
+    """What happens to the gradients of a model, told or asked by its buckets: :class:`~..step.grad_sync.GradSync`."""
+
+    def is_due(self) -> bool:
+        """Whether reductions that run once per optimizer step run in the current backward."""
+
+    def touched(self, bucket: Bucket) -> None:
+        """The bucket got gradients."""
+
+    def inspect(self, bucket: Bucket, packed: Tensor) -> None:
+        """The packed gradient, ``[numel]``, is about to be reduced."""
+
+
+class Conductor(Protocol):
+    """Announces collectives: :class:`~..ranks.conduct.Conduct`."""
+
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        """Context of collectives that belong to no forward or backward."""
+
+
+class BucketOwner(Protocol):
+    """What a bucket needs of its model."""
+
+    @property
+    def grad_sync(self) -> GradientEvents: ...
+
+    @property
+    def conduct(self) -> Conductor: ...
+
+    @property
+    def comm_buffers(self) -> BufferPool: ...
+
+    def label_modules_of(self, *buckets: Bucket) -> None:
+        """Make changes of buckets visible to Dynamo's guards."""
+
+
+class Bucket(Owned[BucketOwner]):
     """The memory of one bucket on this rank.
 
     Args:
@@ -308,7 +186,7 @@ class Bucket(Owned):
         )
         flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_all(originals, flat)
-        places.add(self)
+        all_buckets.add(self)
         self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
         """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
@@ -417,7 +295,7 @@ class Bucket(Owned):
         elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
             self.pending = DeferredGradient(self, plan.grad_dtype)
         if self.pending is not None:
-            self.pending.asked = None  # a failed backward may have left it set
+            self.pending.requested = None  # a failed backward may have left it set
 
     @property
     def frozen(self) -> list[int]:
@@ -735,7 +613,7 @@ class Bucket(Owned):
                 split like parameters, such as an optimizer's state. The results of other parameters are undefined.
             what: What is gathered, for messages.
         """
-        self.topology.announce(f"a gather of {what} of {self.plan.name}")
+        announce_at_rest(self.topology, f"a gather of {what} of {self.plan.name}")
         with self.owner.conduct.in_step():
             whole = self.fetched() if rows is None else self._joined(rows)
             for group in self.topology.shard_groups:

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..exchange import Overlap
+from ..geometry.exchange import Overlap
+from ..geometry.topology import Group, ShardingStrategy, Topology
 from ..program_lines import warn
 from ..ranks.agreement import everyones
-from ..topology import Group, ShardingStrategy, Topology
 
 __all__ = ["Communication", "Communicator", "check_zero_cta", "describe", "make", "warn_of_idle_settings"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
-from ..topology import Group, ShardingStrategy, Topology
+from ..geometry.topology import Group, ShardingStrategy, Topology
 
 __all__ = ["EXPERT_ARGUMENTS", "build_topology", "check_order", "sub_mesh", "tensor_parallel_mesh"]
 

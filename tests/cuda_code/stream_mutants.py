@@ -127,7 +127,7 @@ MUTANTS = {
         "registered twice",
     ),
     "a reduction of another kind on one rank": Mutant(
-        "runtime/ops.py",
+        "runtime/collectives/ops.py",
         "    return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)\n",
         '    return _start(gradient, exchange.collectives[stage], "max", size, group)\n',
         "full:eager",

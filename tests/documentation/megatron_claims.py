@@ -784,7 +784,7 @@ _README = [
         WRITTEN,
         "",
         f"{_B}test_registered_buffers {_A}test_settings_of_a_sharded_model",
-        f"{F}(fsdp_manual_registration), {C}.manual_buffer_registration, mfsdp_compile.runtime.model.ShardedModel.manual_buffer_registration",
+        f"{F}(fsdp_manual_registration), {C}.manual_buffer_registration, mfsdp_compile.runtime.model.sharded_model.ShardedModel.manual_buffer_registration",
     ),
     (
         "`fsdp_manual_registration`: only effective when `nccl_ub` is enabled",

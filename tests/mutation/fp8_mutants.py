@@ -8,21 +8,21 @@ _TESTS = "passes/test_fp8_matmul.py"
 
 FP8 = (
     Mutant(
-        "runtime/fp8_linear.py",
+        "runtime/formats/fp8_linear.py",
         "dgrad lacks the scales of the weight's rows",
         "                folded = gradients.float() * scales.view(1, -1)",
         "                folded = gradients.float()",
         (f"{_TESTS} -k folded",),
     ),
     Mutant(
-        "runtime/fp8_linear.py",
+        "runtime/formats/fp8_linear.py",
         "values are quantized over the dimension that is not summed over",
         "[dim] if scaling ==",
         "[1 - dim] if scaling ==",
         (f"{_TESTS} -k products_and_gradients",),
     ),
     Mutant(
-        "runtime/fp8_linear.py",
+        "runtime/formats/fp8_linear.py",
         "a gradient with one scale has the narrower range",
         '"tensorwise": torch.float8_e5m2}',
         '"tensorwise": torch.float8_e4m3fn}',

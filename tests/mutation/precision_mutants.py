@@ -8,42 +8,42 @@ _TESTS = "runtime/test_param_dtype.py"
 
 PRECISION = (
     Mutant(
-        "runtime/casts.py",
+        "runtime/formats/casts.py",
         "outputs are not cast",
         "    return result if casts.outputs is None else cast_tensors(result, casts.outputs)",
         "    return result",
         (f"{_TESTS} -k 'recomputation or float16_in'",),
     ),
     Mutant(
-        "runtime/casts.py",
+        "runtime/formats/casts.py",
         "keyword arguments are not cast",
         "cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)",
         "cast_tensors(args, casts.inputs), kwargs",
         (f"{_TESTS} -k 'structures and eager and not aot'",),
     ),
     Mutant(
-        "runtime/casts.py",
+        "runtime/formats/casts.py",
         "integers are cast",
         "value.is_floating_point() and value.dtype != dtype",
         "value.dtype != dtype",
         (f"{_TESTS} -k structures_are_cast",),
     ),
     Mutant(
-        "runtime/precision.py",
+        "runtime/plan/precision.py",
         "inputs are cast although the policy says not to",
         "Casts(self.param_dtype if self.cast_forward_inputs else None, self.output_dtype)",
         "Casts(self.param_dtype, self.output_dtype)",
         (f"{_TESTS} -k 'from_elsewhere or float16_in'",),
     ),
     Mutant(
-        "runtime/precision.py",
+        "runtime/plan/precision.py",
         "FSDP2's policy makes float32 shards of a bfloat16 model",
         "                main_params_dtype=None,\n",
         "",
         (f"{_TESTS} -k dtypes_of_shards",),
     ),
     Mutant(
-        "runtime/precision.py",
+        "runtime/plan/precision.py",
         "the dtype of shards is taken from that of gathers",
         "            return self.main_dtype(model_dtype)\n        return self.grad_comm",
         "            return compute_dtype\n        return self.grad_comm",

@@ -111,7 +111,7 @@ TRANSFORMER_ENGINE = (
         (f"{QUANTIZED} test_initialization_on_meta",),
     ),
     Mutant(
-        "runtime/forms.py",
+        "runtime/formats/forms.py",
         "Transformer Engine's scales are those of float32 weights",
         "casts=True",
         "casts=False",

@@ -26,7 +26,7 @@ from mfsdp_compile.passes import float32_gradients, pipeline, roles
 from mfsdp_compile.passes.context import BucketInfo, Context, Report, SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier import verify
-from mfsdp_compile.runtime.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

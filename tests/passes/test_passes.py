@@ -20,8 +20,8 @@ from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract
 from mfsdp_compile.passes.verifier.verify import ScheduleError
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.topology import Group, ShardingStrategy, Topology
+from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.topology import Group, ShardingStrategy, Topology
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WIDTH = 8

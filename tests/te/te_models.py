@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"

@@ -22,18 +22,14 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from . import compat
-from .exchange import Exchange, When, stride_of
+from .. import compat
+from ..formats.quantize import DEQUANTIZED, DEQUANTIZING
+from ..nearest import did_you_mean
+from .exchange import NO_BUFFERS, Buffers, Exchange, When, stride_of
 from .layout import BucketLayout
-from .memory import host
-from .memory.comm_buffers import NO_BUFFERS, Buffers
-from .nearest import did_you_mean
-from .quantize import DEQUANTIZED, DEQUANTIZING
-from .ranks.agreement import announce
 
 __all__ = [
     "Accumulation",
@@ -236,22 +232,6 @@ class Topology:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return self.every
         return None if self.is_hfsdp or self.outer is None or self.outer.size == 1 else self.outer
-
-    def announce(self, what: str, parameter: str | None = None) -> None:
-        """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
-        if self.shard_groups:  # otherwise every rank holds everything
-            announce(what, self.every.name, parameter)
-
-    def on_device(self, value: Tensor) -> Tensor:
-        """Return a tensor on the device that collectives work on: what rests in host memory is copied there."""
-        kind = self.mesh.device_type
-        return value if value.device.type == kind else value.to(host.device_of(kind))
-
-    def sum(self, value: Tensor, op: str) -> Tensor:
-        """Reduce results for each shard to the result for the whole tensor; the same on every rank."""
-        for group in self.shard_groups:
-            value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
-        return value
 
     @property
     def is_alone(self) -> bool:

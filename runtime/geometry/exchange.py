@@ -10,10 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import quantize
-from .memory.comm_buffers import NO_BUFFERS, Buffers
+from ..formats import quantize
 
 __all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "split_sizes", "stride_of"]
+
+
+class Buffers(NamedTuple):
+    """The communication buffers of one bucket for one use.
+
+    Args:
+        capacity: Elements of each buffer, at least those of the bucket. 0: the bucket gets fresh memory.
+        number: Number of buffers that it takes turns with.
+    """
+
+    capacity: int = 0
+    number: int = 0
+
+
+NO_BUFFERS = Buffers()
 
 
 def stride_of(ranks: Sequence[int]) -> int:
