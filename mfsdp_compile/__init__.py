@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
-    from .runtime.geometry.topology import ShardingStrategy
+    from .runtime.geometry.placements import ShardingStrategy
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.plan.precision import MixedPrecisionPolicy
@@ -46,7 +46,7 @@ _PLACES = {
     "MixedPrecisionPolicy": "runtime.plan.precision",
     "OptimizerOffloadPolicy": "runtime.plan.offload",
     "ScheduleError": "passes.verifier.verify",
-    "ShardingStrategy": "runtime.geometry.topology",
+    "ShardingStrategy": "runtime.geometry.placements",
     "capture_step": "cuda_graphs",
     "explain": "diagnostics.explain",
     "fully_shard": "api",

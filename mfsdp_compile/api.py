@@ -22,7 +22,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.bucket_plan import Offload
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
-from mfsdp_compile.runtime.geometry.topology import ShardingStrategy, Topology
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy

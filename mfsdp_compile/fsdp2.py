@@ -43,13 +43,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
+from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
 from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.bucket import is_homeless
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, note_values, recovery
+from mfsdp_compile.runtime.model import first_values, recovery
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.plan.references import tie_again
@@ -320,7 +321,7 @@ class FSDPModule:
         state = _state(self)
         if not state.model.eager.is_in_window:
             state.model.leave_backward()
-        handle = _Unshard(state.model.eager.unshard(state.units))
+        handle = _Unshard(state.model.eager.gathering.unshard(state.units))
         if async_op:
             return handle
         handle.wait()
@@ -329,7 +330,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release the module's own gathered parameters."""
         state = _state(self)
-        state.model.eager.reshard(state.units)
+        state.model.eager.gathering.reshard(state.units)
 
     @_setting
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -702,7 +703,7 @@ def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> 
     # The dimensions of tensor parallelism have values to compare, too.
     checks_later = not any(isinstance(param, DTensor) for param in root.parameters() if not is_homeless(param))
     if checks_later and all(request.check_values for request in requests):
-        note_values(param for param in root.parameters() if param not in ignored)
+        first_values.note(param for param in root.parameters() if param not in ignored)
     model = fully_shard_model(
         root,
         **_mesh(own),

@@ -35,7 +35,7 @@ from mfsdp_compile.report import bytes_text, seconds_text
 from mfsdp_compile.report.timeline import lanes, points, stages
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
-from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 

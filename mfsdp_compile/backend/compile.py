@@ -42,7 +42,7 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
+from mfsdp_compile.runtime.eager.gathering import as_gathered, refuse_write
 from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.topology import Topology
@@ -134,7 +134,7 @@ def mfsdp(
         with _telling_models(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
-                    stack.enter_context(owner.eager.for_compiled_code())
+                    stack.enter_context(owner.eager.saved.for_compiled_code())
                 stack.enter_context(graphs.expecting_graph())
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
@@ -145,7 +145,9 @@ def mfsdp(
         for position, argument in escaped.items():
             home: Home = args[argument].mfsdp_home
             (owner,) = models_of([home.bucket])
-            owner.eager.hand_out(as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket)
+            owner.eager.parameters.hand_out(
+                as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket
+            )
 
     return run_served if served else run
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mfsdp_compile.runtime.geometry.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.program_lines import warn
 
 from .settings import (

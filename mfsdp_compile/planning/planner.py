@@ -29,7 +29,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.bucket_plan import Site
 from mfsdp_compile.runtime.geometry.exchange import Overlap, buffer_bytes
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
-from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, ShardingStrategy, Topology
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
 from mfsdp_compile.runtime.memory.comm_buffers import Sizes as SizesOf
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -121,36 +122,46 @@ class BucketPlan:
     policy: int = 0
     offload: Offload | None = None
 
-    @property
+    @functools.cached_property
     def portions(self) -> int:
         """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
         reshard = self.reshard_after_forward
         return reshard if reshard is not None and not isinstance(reshard, bool) else 0
 
-    @property
+    @functools.cached_property
     def is_complex(self) -> bool:
         """Whether its parameters are complex."""
         return self.model_dtype.is_complex
 
-    @property
+    @functools.cached_property
     def grad_attribute(self) -> str:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        exchange = topology.exchange(
-            self.layout,
-            self.compute_dtype,
-            self.comm_dtype,
-            self.reduce_op,
-            self.scale,
-            self.inspected,
-            self.gather_buffers,
-            self.gradient_buffers,
-            self.scaling,
-            self.form,
-        )
+        gather, stages = topology.gather_group, topology.stages
+        slots = self.layout.slots
+        exchange = Exchange(
+            sizes=[size for slot in slots for size in slot.shape],
+            ndims=[len(slot.shape) for slot in slots],
+            offsets=[slot.offset for slot in slots],
+            numel=self.layout.numel,
+            dtype=self.compute_dtype,
+            gather_size=gather.size if gather else 1,
+            gather_group=gather.name if gather else "",
+            comm_dtype=self.comm_dtype,
+            reduce_op=self.reduce_op,
+            scale=self.scale,
+            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
+            when=[stage.when.value for stage in stages],
+            group_sizes=[stage.group.size for stage in stages],
+            groups=[stage.group.name for stage in stages],
+            inspected=self.inspected,
+            # What stays gathered between uses is dequantized, unless modules get bytes.
+            scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
+            form=self.form,
+        ).with_buffers(self.gather_buffers, self.gradient_buffers)
         if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
             return exchange._replace(gather_group="").with_buffers(
                 NO_BUFFERS, self.gradient_buffers
@@ -163,47 +174,47 @@ class BucketPlan:
             keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
         )
 
-    @property
+    @functools.cached_property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered bucket in memory."""
         return self.held_numel * self.held_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def is_extension(self) -> bool:
         """Whether its only parameter gathers itself; see :mod:`.extension`."""
         return self.form == FORM
 
-    @property
+    @functools.cached_property
     def has_planes(self) -> bool:
         """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
         return not self.is_extension and forms.FORMS[self.form].planes
 
-    @property
+    @functools.cached_property
     def held_numel(self) -> int:
         """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
         return self.sent_numel if self.has_planes else self.layout.numel
 
-    @property
+    @functools.cached_property
     def stays_quantized(self) -> bool:
         """Whether modules get the gathered bytes themselves."""
         return bool(self.scaling) and self.form not in quantize.DEQUANTIZING
 
-    @property
+    @functools.cached_property
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def given_dtype(self) -> torch.dtype:
         """Dtype of the parameters that modules get, if they are ordinary tensors."""
         return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def sent_dtype(self) -> torch.dtype:
         """Dtype in which the bucket is gathered."""
         return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
 
-    @property
+    @functools.cached_property
     def sent_numel(self) -> int:
         """Elements in which the bucket is gathered."""
         return quantize.sent_numel(self.layout.numel, self.scaling)

@@ -37,6 +37,7 @@ __all__ = [
     "fetch_saved",
     "offload",
     "offload_saved",
+    "on_device",
     "settle",
     "settle_pinned",
     "start_copy",
@@ -51,6 +52,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> T
 def device_of(kind: str) -> torch.device:
     """Return this rank's device of a type: graphs, which are the same on all ranks, name only the type."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def on_device(value: Tensor, kind: str) -> Tensor:
+    """Return a tensor on this rank's device of a type, which collectives work on: what rests in host memory is copied."""
+    return value if value.device.type == kind else value.to(device_of(kind))
 
 
 def fetch(shard: Tensor, device: torch.device) -> Tensor:

@@ -30,7 +30,6 @@ __all__ = [
     "as_real",
     "move_rows",
     "note_received",
-    "on_device",
     "reduce_over_shards",
     "same_ranks",
     "take_broadcast_rows",
@@ -46,12 +45,6 @@ def announce_at_rest(topology: Topology, what: str, parameter: str | None = None
     """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
     if topology.shard_groups:  # otherwise every rank holds everything
         announce(what, topology.every.name, parameter)
-
-
-def on_device(topology: Topology, value: Tensor) -> Tensor:
-    """Return a tensor on the device that collectives work on: what rests in host memory is copied there."""
-    kind = topology.mesh.device_type
-    return value if value.device.type == kind else value.to(host.device_of(kind))
 
 
 def reduce_over_shards(topology: Topology, value: Tensor, op: str) -> Tensor:
@@ -122,7 +115,7 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
-    gathered = on_device(topology, gathered)
+    gathered = host.on_device(gathered, topology.mesh.device_type)
     if not gathered.is_floating_point():
         gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
@@ -230,7 +223,7 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     note_received(
         moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
     )
-    home, parts = moves[0].local.device, [on_device(moves[0].over, part) for part in parts]
+    home, parts = moves[0].local.device, [host.on_device(part, moves[0].over.mesh.device_type) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]

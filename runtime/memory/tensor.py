@@ -28,7 +28,7 @@ from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, announce_at_rest, as_real, on_device, reduce_over_shards
+from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards
 
 __all__ = [
     "NOTED_VALUE",
@@ -187,7 +187,7 @@ class RowShardedTensor(Dispatched):
             return torch.view_as_complex(self.over_pieces(as_real(value), op, what))
         announce_at_rest(self.topology, what or f"a {op} over {self.row_split.name!r}", self.row_split.name)
         home = value.device
-        value = reduce_over_shards(self.topology, on_device(self.topology, value), op)
+        value = reduce_over_shards(self.topology, host.on_device(value, self.topology.mesh.device_type), op)
         for group in self.row_split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value.to(home)

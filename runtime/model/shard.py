@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import compat
-from ..eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
+from ..eager.engine import EagerRuntime, Window
 from ..eager.modules import shard_module
 from ..eager.save_methods import guard_saving
+from ..eager.units import EagerPolicy, EagerUnit
 from ..formats.casts import Casts
 from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap

@@ -28,7 +28,8 @@ from torch import Tensor
 from .. import compat
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Group, Topology
-from ..memory.redistribute import announce_at_rest, as_real, on_device
+from ..memory import host
+from ..memory.redistribute import announce_at_rest, as_real
 from ..memory.tensor import RowShardedTensor
 
 __all__ = [
@@ -76,7 +77,7 @@ class ShardedMuon(torch.optim.Muon):
             assert gradient is not None
             buffer.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            return on_device(topology, update.to_local().to(torch.bfloat16, copy=True))
+            return host.on_device(update.to_local().to(torch.bfloat16, copy=True), topology.mesh.device_type)
 
         def orthogonalize(whole: Tensor) -> Tensor:
             return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..geometry.topology import Topology
-from ..memory.redistribute import announce_at_rest, on_device
+from ..memory import host
+from ..memory.redistribute import announce_at_rest
 from ..memory.tensor import RowShardedTensor
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
 
@@ -120,7 +121,12 @@ class WholeStep:
         for numbers in by_dtype.values():
             items, legs = self._route([params[n] for n in numbers], topology)
             journeys.append(
-                (numbers, Journey(items, legs, [on_device(topology, rows[n].reshape(-1)) for n in numbers]))
+                (
+                    numbers,
+                    Journey(
+                        items, legs, [host.on_device(rows[n].reshape(-1), topology.mesh.device_type) for n in numbers]
+                    ),
+                )
             )
         return journeys
 
@@ -159,7 +165,7 @@ class WholeStep:
         )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
-            moved = {k: on_device(topology, whole) for k, whole in owned.items()}
+            moved = {k: host.on_device(whole, topology.mesh.device_type) for k, whole in owned.items()}
             for n, flat in zip(numbers, journey.back(moved), strict=True):
                 param = params[n]
                 rows = flat.view(param.to_local().shape).to(param.device)

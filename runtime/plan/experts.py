@@ -45,7 +45,8 @@ from torch.distributed.tensor import Shard
 
 from .. import compat
 from ..geometry.partition import Partition, Peers
-from ..geometry.topology import ShardingStrategy, Topology
+from ..geometry.placements import ShardingStrategy
+from ..geometry.topology import Topology
 from ..ranks.agreement import everyones
 from .meshes import EXPERT_ARGUMENTS, build_topology
 

@@ -35,7 +35,7 @@ class Mutant:
 
 
 HOST = "runtime/memory/host.py"
-ENGINE = "runtime/eager/engine.py"
+REDUCING = "runtime/eager/reducing.py"
 MUTANTS = {
     "no wait for what is copied": Mutant(
         HOST, "        stream.wait_stream(current)  # which computes it\n", "", "offload:eager", "not ordered"
@@ -92,14 +92,14 @@ MUTANTS = {
         "not ordered",
     ),
     "reduction awaited after its use": Mutant(
-        ENGINE,
-        "        result, following = self._await(reduction.result), reduction.stage + 1\n",
-        "        result, following = reduction.result.clone(), reduction.stage + 1\n        self._await(reduction.result)\n",
+        REDUCING,
+        "        result, following = self._step.wait(reduction.result), reduction.stage + 1\n",
+        "        result, following = reduction.result.clone(), reduction.stage + 1\n        self._step.wait(reduction.result)\n",
         "full:eager",
         "not ordered",
     ),
     "sent gradients overwritten": Mutant(
-        ENGINE,
+        REDUCING,
         "            started = start_stage(gradient, stage, bucket.exchange, token)\n",
         "            started = start_stage(gradient, stage, bucket.exchange, token)\n            gradient.zero_()\n",
         "full:eager",

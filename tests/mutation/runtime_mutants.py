@@ -498,14 +498,14 @@ RUNTIME = (
     ),
     # -- buckets ------------------------------------------------------------------------------------------------------
     Mutant(
-        "runtime/memory/bucket.py",
+        "runtime/memory/flat_shard.py",
         "a resident is taken for fresh after shards have changed",
         "        return self.has_resident and self._resident_of != self.flat._version",
         "        return self.has_resident and self._resident_of < 0",
         ("runtime/test_strategies.py -k test_table",),
     ),
     Mutant(
-        "runtime/memory/bucket.py",
+        "runtime/memory/flat_shard.py",
         "shards that have changed are gathered as they were quantized before",
         "        return self.quantized is not None and self._quantized_of != self.flat._version",
         "        return self.quantized is not None and self._quantized_of < 0",
@@ -540,7 +540,7 @@ RUNTIME = (
         ("integrations/test_torchao.py -k scales_are_those",),
     ),
     Mutant(
-        "runtime/eager/engine.py",
+        "runtime/eager/saved_tensors.py",
         "weights that a tensor wraps stay gathered until backward",
         "            if not any(map(self._lies_in_a_bucket, inside.values())):",
         "            if True:",
@@ -617,14 +617,14 @@ RUNTIME = (
         ("runtime/test_quantized.py -k which_parameters",),
     ),
     Mutant(
-        "runtime/memory/bucket.py",
+        "runtime/memory/flat_shard.py",
         "a failed gather of a resident counts",
         "            self._resident_of, self._resident_awaited = -1, True\n            if self.topology.releases_resident",
         "            self._resident_awaited = True\n            if self.topology.releases_resident",
         ("programs/test_more_programs.py -k gathered_counts",),
     ),
     Mutant(
-        "runtime/memory/bucket.py",
+        "runtime/memory/flat_shard.py",
         "a resident is read while it is gathered",
         "            compat.wait_tensor(self.resident)\n            self._resident_awaited = True",
         "            self._resident_awaited = True",

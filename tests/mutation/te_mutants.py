@@ -139,7 +139,7 @@ TRANSFORMER_ENGINE = (
         (f"{QUANTIZED} test_backward_that_dequantizes",),
     ),
     Mutant(
-        "runtime/eager/engine.py",
+        "runtime/eager/parameters.py",
         "recomputed layers get only the plane of forward",
         "Planes.BOTH if in_backward else Planes.ROWS)  # recomputed",
         "Planes.ROWS)  # recomputed",

@@ -112,7 +112,7 @@ print(mfsdp_compile.runtime.geometry.layout.__file__)
 print("mfsdp" in torch._dynamo.list_backends())
 """
     out = run(program, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
-    assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "layout.py"), "True"]
+    assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "geometry" / "layout.py"), "True"]
 
 
 EDITABLE = f"""
