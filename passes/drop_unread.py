@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report
-from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -65,7 +65,7 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
 @contextlib.contextmanager
 def layouts(**policy: Any) -> Iterator[None]:
     """Make layouts by another policy than the default."""
-    with mock.patch("mfsdp_compile.api.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
+    with mock.patch("mfsdp_compile.sharding.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
         yield
 
 

@@ -28,9 +28,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, Union
 
-from ..decisions import Decisions
+from ...runtime.schedule.decisions import Decisions
+from .reasons import excess
 from .simulate import OptimizerCost, Timeline
-from .solve import BudgetError, Solution, excess, smallest, solve
+from .solve import BudgetError, Solution, smallest, solve
 from .step_events import StepOutlines
 
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]

@@ -144,8 +144,8 @@ class EagerRuntime:
     def is_in_use(self, bucket: Bucket) -> bool:
         """Whether code that reads a parameter of the bucket from its module gets the gathered one.
 
-        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module. Hooks
-        of parameters get shards, so they read shards too.
+        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module.
+        Hooks of parameters get shards, so they read shards too.
         """
         in_backward = compat.in_backward() and not hooks_of_parameters.run
         in_window = self.step.depth > 0 or in_backward
@@ -211,9 +211,9 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
-                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
-                "forward, apply the transform to the model from outside, or compile the model."
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd "
+                "saves by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, "
+                "create_graph=True) in forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
     @unseen

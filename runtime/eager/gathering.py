@@ -1,8 +1,8 @@
 """Gathers and releases buckets, early and late enough: windows and reads of parameters ask for them.
 
 Memory
-    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it. At most
-    two units are gathered at a time, and the last unit of a forward stays gathered for the backward that follows.
+    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it. At
+    most two units are gathered at a time, and the last unit of a forward stays gathered for the backward that follows.
 
 Order
     The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
@@ -49,14 +49,16 @@ __all__ = [
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
     """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""
     raise RuntimeError(
-        f"Forward or backward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
-        "it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
-        "hold what they write to in a buffer. An nn.Embedding with max_norm writes too."
+        f"Forward or backward wrote to a parameter of {unit!r} "
+        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what it wrote to was a gathered copy, and is "
+        "lost. Write to parameters between steps (under torch.no_grad()), or hold what they write to in a buffer. An "
+        "nn.Embedding with max_norm writes too."
     )
 
 
 class GatheredParameter(nn.Parameter):
-    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through ``.data`` raise.
+    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through
+    ``.data`` raise.
 
     A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
     """

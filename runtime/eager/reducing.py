@@ -1,8 +1,9 @@
 """Reduces the gradients of buckets as backward completes them.
 
 One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it. Autograd
-runs it when all contributions have arrived, no matter how often and from where the parameters were used, and passes None
-for parameters that were not used. The node packs the gradients, starts the reduction and waits for the previous one.
+runs it when all contributions have arrived, no matter how often and from where the parameters were used, and passes
+None for parameters that were not used. The node packs the gradients, starts the reduction and waits for the previous
+one.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ class Reducing:
         return self._finished(bucket, gradient)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
-        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's hook."""
+        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's
+        hook."""
         gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():

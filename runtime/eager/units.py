@@ -59,8 +59,8 @@ class UnitControl:
     Args:
         forward_prefetch: Units to start gathering when this unit has been gathered in forward.
         backward_prefetch: The same for backward.
-        reduced_hook: Called with each reduced gradient of the unit's buckets, ``[shard_numel]`` in the main dtype, before
-            it is accumulated. It may change it in place.
+        reduced_hook: Called with each reduced gradient of the unit's buckets, ``[shard_numel]`` in the main dtype,
+            before it is accumulated. It may change it in place.
     """
 
     forward_prefetch: tuple[EagerUnit, ...] | None = None

@@ -11,7 +11,7 @@ from ..geometry.partition import local_part
 from ..memory.bucket import Bucket
 from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..ranks import compared
-from ..ranks.agreement import value_digest
+from ..ranks.digests import value_digest
 
 __all__ = ["note", "noted", "refuse_missing"]
 

@@ -18,7 +18,8 @@ from ..plan.communicators import Communication
 from ..plan.experts import ExpertPlacement
 from ..plan.model_plan import ModelPlan
 from ..ranks import compared
-from ..ranks.agreement import agree, value_digest
+from ..ranks.agreement import agree
+from ..ranks.digests import value_digest
 
 __all__ = ["Membership"]
 
@@ -69,7 +70,8 @@ class Membership:
 
     @property
     def folds_experts(self) -> bool:
-        """Whether tensor-parallel ranks of the other parameters divide experts, or share them as data-parallel ranks do."""
+        """Whether tensor-parallel ranks of the other parameters divide experts, or share them as data-parallel ranks
+        do."""
         return self.experts is not None and self.experts.over_tensor_parallel
 
     @property

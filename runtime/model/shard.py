@@ -232,7 +232,8 @@ def _agree_on_plan(
 
 
 def _settings(topology: Topology, experts: ExpertPlacement | None, options: ShardingOptions) -> list[str]:
-    """Describe what was asked for, and versions, because passes and Inductor's choices of kernels differ between them."""
+    """Describe what was asked for, and versions, because passes and Inductor's choices of kernels differ between
+    them."""
     communicating = [topology] if experts is None else [topology, experts.topology]
     tensor_parallel = options.tensor_parallel
     return [

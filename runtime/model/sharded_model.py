@@ -76,7 +76,8 @@ class ShardedModel:
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
         optimizers: The optimizers that hold its parameters.
-        compares_values: Whether noted values of parameters are to be compared between ranks; see :func:`.first_values.note`.
+        compares_values: Whether noted values of parameters are to be compared between ranks; see
+            :func:`.first_values.note`.
         awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
@@ -168,14 +169,14 @@ class ShardedModel:
             name = bucket.plan.layout.slots[0].name
             if bucket.has_gradients:
                 raise RuntimeError(
-                    f"Parameters like {name!r} have gradients from before their module became a part of a larger model, which "
-                    "would be lost. Use them, and call zero_grad(), before the larger model is used."
+                    f"Parameters like {name!r} have gradients from before their module became a part of a larger "
+                    "model, which would be lost. Use them, and call zero_grad(), before the larger model is used."
                 )
             if bucket.plan.is_extension or bucket.plan.scaling:
                 raise NotImplementedError(
-                    f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, and it is "
-                    "gathered in its own form, which cannot be sharded again. Call fully_shard on all modules, from the "
-                    "inside out, before anything reads their parameters."
+                    f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, "
+                    "and it is gathered in its own form, which cannot be sharded again. Call fully_shard on all "
+                    "modules, from the inside out, before anything reads their parameters."
                 )
 
     def dissolve(self) -> None:
@@ -538,7 +539,8 @@ class ShardedModel:
                 bucket.start_refresh()
 
     def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield parameters and their whole tensors, bucket by bucket; ignored ones come last: copies of what this rank has.
+        """Yield parameters and their whole tensors, bucket by bucket; ignored ones come last: copies of what this rank
+        has.
 
         A collective: all ranks exhaust the iterator. Memory: one bucket.
 

@@ -23,7 +23,8 @@ from ..memory.bucket import Bucket
 from ..memory.redistribute import as_real
 from ..memory.tensor import UnreducedGradient
 from ..program_lines import warn
-from ..ranks.agreement import everyones, value_digest
+from ..ranks.agreement import everyones
+from ..ranks.digests import value_digest
 
 __all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
 
@@ -136,9 +137,9 @@ def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], w
     if names:
         rank = next(r for r, its in zip(ranks, everyone, strict=True) if its.get(names[0]) != everyone[0][names[0]])
         warn(
-            f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on with its "
-            "own, and checkpoints have the first rank's. If they should be equal, as running statistics mostly should: "
-            "torch.nn.SyncBatchNorm, or broadcast them.",
+            f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on "
+            "with its own, and checkpoints have the first rank's. If they should be equal, as running statistics "
+            "mostly should: torch.nn.SyncBatchNorm, or broadcast them.",
             RuntimeWarning,
             by=ranks[0],
         )

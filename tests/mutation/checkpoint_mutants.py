@@ -139,9 +139,9 @@ CHECKPOINT = (
         ("checkpoint/test_checkpoint.py -k flipped_byte", "checkpoint/test_checkpoint_files.py -k changed_byte"),
     ),
     Mutant(
-        f"{PLACE}/loading.py",
+        f"{PLACE}/load_plan.py",
         "a cast of the optimizer's state is not told",
-        'self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))',
+        'self._differs("cast", f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here")',
         "pass",
         (f"{RUNS} another_dtype",),
     ),
@@ -320,7 +320,7 @@ CHECKPOINT = (
         ("ranks/test_fault_table.py -k some_of_the_table",),
     ),
     Mutant(
-        "mfsdp_compile/checkpoint/loading.py",
+        "mfsdp_compile/checkpoint/load_plan.py",
         "a part of an optimizer's state may be missing",
         "                    if entry not in entries:",
         "                    if False:",

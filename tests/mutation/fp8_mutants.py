@@ -50,7 +50,7 @@ FP8 = (
         (f"{_TESTS} -k 'graphs or parity_with_the_operator'",),
     ),
     Mutant(
-        "mfsdp_compile/backend/compile.py",
+        "mfsdp_compile/backend/arguments.py",
         "code is shared with blocks that the filter tells apart",
         "            if found != self._fp8_expected[number]:",
         "            if False:",

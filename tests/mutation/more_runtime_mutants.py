@@ -48,7 +48,7 @@ MORE_RUNTIME = (
         ("runtime/test_program_lines.py -k step",),
     ),
     Mutant(
-        "runtime/ranks/agreement.py",
+        "runtime/ranks/digests.py",
         "values of wrapped tensors are read from the tensor around them",
         "    if inner := compat.inner_tensors(tensor):\n",
         "    if False and (inner := compat.inner_tensors(tensor)):\n",
@@ -528,7 +528,7 @@ MORE_RUNTIME = (
         ("integrations/test_fsdp2_between.py -k used_between",),
     ),
     Mutant(
-        "mfsdp_compile/fsdp2.py",
+        "mfsdp_compile/fsdp2/sharding.py",
         "settings of a module end when a larger model takes it over",
         "            getattr(module, name)(*args, **kwargs)",
         "            pass",
