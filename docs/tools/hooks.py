@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         language = LANGUAGES.get(path.suffix, "text")
         content = f"# {path.name}\n\n`{path}`\n\n````{language}\n{(ROOT / path).read_text(encoding='utf-8')}````\n"
         if path.suffix == ".md":
-            content = (ROOT / path).read_text(encoding="utf-8")
+            content = _with_pages(path)
         files.append(File.generated(config, _page_of(path), content=content))
     return files
 
@@ -64,6 +64,19 @@ def _outside(markdown: str, page: Path) -> Iterator[tuple[str, Path]]:
         path = Path(os.path.normpath(Path("docs") / page.parent / found["target"]))
         if path.parts[0] != "docs" and not path.is_absolute() and (ROOT / path).is_file():
             yield found["target"], path
+
+
+def _with_pages(path: Path) -> str:
+    """Return the text of a file outside of docs/, whose links to pages of docs/ lead there from the file's own page."""
+
+    def moved(found: re.Match[str]) -> str:
+        target = Path(os.path.normpath(path.parent / found["target"]))
+        if target.parts[0] != "docs" or target.suffix != ".md":
+            return found[0]
+        page = os.path.relpath(target.relative_to("docs"), Path(_page_of(path)).parent)
+        return f"]({page}{found['anchor'] or ''})"
+
+    return LINK.sub(moved, (ROOT / path).read_text(encoding="utf-8"))
 
 
 def _page_of(path: Path) -> str:
