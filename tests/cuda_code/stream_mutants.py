@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+from mutation.mutant import ROOT, Change
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of a file, and what finds it.
+    """A change of a file (:class:`mutation.mutant.Change`), and what finds it.
 
     Args:
-        old, new: What is replaced, once.
         row: Name and mode of the row that runs.
         seen: What one violation says.
         rank: The rank that is changed. None: all.
@@ -169,13 +168,11 @@ def applied(mutant: Mutant) -> Iterator[None]:
     """Context in which the functions that a mutant changes are those of the changed source, wherever they are held."""
     import fake_gpu
 
-    module = importlib.import_module(f"mfsdp_compile.{_import_name(mutant.file)}")
-    path = ROOT / mutant.file
+    file, text = Change(mutant.file, mutant.old, mutant.new).apply()
+    module = importlib.import_module(f"mfsdp_compile.{_import_name(file)}")
+    path = ROOT / file
     plain = path.read_text(encoding="utf-8")
-    assert plain.count(mutant.old) == 1, f"{mutant.file} has {plain.count(mutant.old)} of {mutant.old!r}"
-    changed = _changed(
-        ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(plain.replace(mutant.old, mutant.new)))
-    )
+    changed = _changed(ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(text)))
     assert changed, "the mutant changes no function"
     with contextlib.ExitStack() as stack:
         for owner, function in changed:
