@@ -74,7 +74,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Megatron]:
 
 
 def in_checkpoints(name: str) -> str:
-    """Return the name that Megatron gives a parameter in checkpoints: Transformer Engine's, for layers without it too."""
+    """Return a parameter's name in Megatron's checkpoints: Transformer Engine's, for layers without it too."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     return re.sub(r"local_experts\.(\d+)\.(.*)", r"\2\1", name)

@@ -1,4 +1,4 @@
-"""A training on several machines: started by each launcher's script, over a slow network, and after machines have died."""
+"""A training on several machines: by each launcher's script, over a slow network, and after machines have died."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_nodes_train_like_one_process(
 @pytest.mark.processes
 @pytest.mark.parametrize("returns", [True, False], ids=["restarted", "lost"])
 def test_a_node_dies(returns: bool, alone: dict[int, float], tmp_path: Path) -> None:
-    """Training goes on from the last checkpoint: on all nodes if the dead one comes back, otherwise on those that are left."""
+    """Training goes on from the last checkpoint: on all nodes if the dead one comes back, else on the others."""
     with cluster(2, tmp_path) as nodes:
         first, second = nodes
         for node in nodes:

@@ -64,8 +64,8 @@ MUTANTS = {
     ),
     "memory of a copy is not awaited": Mutant(
         HOST,
-        "    stream.wait_stream(current)  # which computes the source, or has queued kernels that use the target's memory\n",
-        "",
+        "    stream.wait_stream(current)  # which computes the source, or has",
+        "    #",
         "activation offload:aot_eager",
         "not ordered",
     ),
@@ -93,7 +93,8 @@ MUTANTS = {
     "reduction awaited after its use": Mutant(
         ENGINE,
         "        result, following = self._await(reduction.result), reduction.stage + 1\n",
-        "        result, following = reduction.result.clone(), reduction.stage + 1\n        self._await(reduction.result)\n",
+        "        result, following = reduction.result.clone(), reduction.stage + 1\n"
+        "        self._await(reduction.result)\n",
         "full:eager",
         "not ordered",
     ),

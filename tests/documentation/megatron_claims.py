@@ -1,7 +1,7 @@
-"""What Megatron's documents say of its FSDP, and what holds here: the table of docs/megatron.md, which a test makes of this.
+"""What Megatron's documents say of its FSDP, and what holds here: the source of the table in docs/megatron.md.
 
-The documents are the pages "Megatron FSDP" of Megatron Bridge (an older one, with examples, and a newer overview), the README
-of megatron-fsdp, the "Megatron-FSDP User Guide" of Megatron-LM, and the page "Megatron FSDP" of Megatron Core.
+The documents are the pages "Megatron FSDP" of Megatron Bridge (an older one, with examples, and a newer overview), the
+README of megatron-fsdp, the "Megatron-FSDP User Guide" of Megatron-LM, and the page "Megatron FSDP" of Megatron Core.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Claim(NamedTuple):
         verdict: One of :data:`VERDICTS`.
         here: What holds here; required unless the verdict is :data:`WRITTEN`. With :data:`ABSENT`, why it cannot be.
         tests: Tests that show it, ``file::function``, separated by spaces. Empty with :data:`ABSENT`.
-        names: What the row says exists: ``package.name``, ``package.function(argument)``, ``--flag``, or ``mfsdp command``,
-            separated by commas.
+        names: What the row says exists, separated by commas: ``package.name``, ``package.function(argument)``,
+            ``--flag``, or ``mfsdp command``.
     """
 
     document: str
@@ -123,7 +123,8 @@ _BRIDGE = [
     (
         "`# ... other config parameters`",
         WRITTEN,
-        "other sections are the program's; `mixed_precision` and `comm_overlap`, which change sections above, are refused",
+        "other sections are the program's; `mixed_precision` and `comm_overlap`, which change sections above, are "
+        "refused",
         f"{_P}test_sections_of_bridge",
         f"{M}.ConfigContainer.unread",
     ),
@@ -174,7 +175,8 @@ _BRIDGE = [
         "Mixed Precision: Supports BF16 and FP16 training",
         WRITTEN,
         "",
-        "runtime/test_precision.py::test_bfloat16_training_matches_one_process runtime/test_precision.py::test_float16_sums_do_not_overflow",
+        "runtime/test_precision.py::test_bfloat16_training_matches_one_process "
+        "runtime/test_precision.py::test_float16_sums_do_not_overflow",
         "mfsdp_compile.MixedPrecisionPolicy",
     ),
     ("Distributed Checkpointing: Uses `fsdp_dtensor` format", WRITTEN, "", f"{_K}test_dcp_by_itself", ""),
@@ -238,7 +240,8 @@ _BRIDGE = [
         f"{M}.TransformerConfig.tensor_model_parallel_size",
     ),
     (
-        '`OptimizerConfig(optimizer="adam", lr=3e-4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0)`',
+        '`OptimizerConfig(optimizer="adam", lr=3e-4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, '
+        "clip_grad=1.0)`",
         WRITTEN,
         "kept for the program that builds the optimizer, and said in one line",
         f"{_P}test_complete_configuration",
@@ -288,7 +291,8 @@ _BRIDGE = [
         f"{M}.Adjustment",
     ),
     (
-        "Checkpoints saved with DDP cannot be directly loaded with FSDP; convert checkpoints using the appropriate conversion tools",
+        "Checkpoints saved with DDP cannot be directly loaded with FSDP; convert checkpoints using the appropriate "
+        "conversion tools",
         WRITTEN,
         "plain DDP checkpoints can be loaded; `torch_dist` ones are converted",
         f"{_K}test_from_and_to_fsdp2_and_ddp {_V}test_torch_dist_there_and_back",
@@ -593,7 +597,8 @@ _README = [
         "`init_model_with_meta_device`: shard and initialize layer-by-layer with `module.reset_parameters`",
         WRITTEN,
         "",
-        "runtime/test_meta.py::test_values_are_those_of_one_process runtime/test_meta.py::test_one_module_is_whole_at_a_time",
+        "runtime/test_meta.py::test_values_are_those_of_one_process "
+        "runtime/test_meta.py::test_one_module_is_whole_at_a_time",
         f"{F}(init_model_with_meta_device)",
     ),
     (
@@ -675,7 +680,8 @@ _README = [
         "",
     ),
     (
-        "Initialize your optimizer on the distributed `Parameter`(s); or `optimizer.param_groups.clear()`, `add_param_group`",
+        "Initialize your optimizer on the distributed `Parameter`(s); or `optimizer.param_groups.clear()`, "
+        "`add_param_group`",
         WRITTEN,
         "",
         f"{_O}test_optimizer_state_dict_round_trip",
@@ -703,7 +709,8 @@ _README = [
         "",
     ),
     (
-        "`torch.distributed.checkpoint.load(...)`, `model.load_state_dict(..., strict=False)`, `optimizer.load_state_dict(...)`",
+        "`torch.distributed.checkpoint.load(...)`, `model.load_state_dict(..., strict=False)`, "
+        "`optimizer.load_state_dict(...)`",
         WRITTEN,
         "",
         f"{_P}test_the_walkthrough_of_the_readme",
@@ -724,9 +731,11 @@ _README = [
         "",
     ),
     (
-        "`fsdp_unit_modules` defaults to `None`, in which case Megatron-FSDP will replicate the parameters similar to DDP",
+        "`fsdp_unit_modules` defaults to `None`, in which case Megatron-FSDP will replicate the parameters similar to "
+        "DDP",
         OTHER,
-        "the whole model is one unit: sharded at rest, whole during a step; a warning says so. To replicate: `no_shard`",
+        "the whole model is one unit: sharded at rest, whole during a step; a warning says so. To replicate: "
+        "`no_shard`",
         f"{_A}test_models_without_units",
         f"{F}(fsdp_unit_modules)",
     ),
@@ -784,7 +793,8 @@ _README = [
         WRITTEN,
         "",
         f"{_B}test_registered_buffers {_A}test_settings_of_a_sharded_model",
-        f"{F}(fsdp_manual_registration), {C}.manual_buffer_registration, mfsdp_compile.runtime.model.ShardedModel.manual_buffer_registration",
+        f"{F}(fsdp_manual_registration), {C}.manual_buffer_registration, "
+        "mfsdp_compile.runtime.model.ShardedModel.manual_buffer_registration",
     ),
     (
         "`fsdp_manual_registration`: only effective when `nccl_ub` is enabled",
@@ -801,7 +811,8 @@ _README = [
         f"{F}(disable_symmetric_registration)",
     ),
     (
-        "`fsdp_double_buffer`: persistently allocated double buffers; defaults to `False`, overridden to `True` with `nccl_ub`",
+        "`fsdp_double_buffer`: persistently allocated double buffers; defaults to `False`, overridden to `True` with "
+        "`nccl_ub`",
         WRITTEN,
         "",
         f"{_B}test_which_buckets_have_buffers {_T}test_adjustments",
@@ -899,16 +910,19 @@ _GUIDE = [
     (
         "example launch script `sbatch_mfsdp_deepseek_v3.sh`",
         ABSENT,
-        "it starts Megatron-LM's program with its data and its container; here a program is started with torchrun, by any scheduler",
+        "it starts Megatron-LM's program with its data and its container; here a program is started with torchrun, by "
+        "any scheduler",
         "",
         "",
     ),
     (
         "Step 1: `--dump-param-to-param-group-map /path/to/param_to_param_group_map`",
         WRITTEN,
-        "`DistributedOptimizer(..., dump_param_to_param_group_map=config.checkpoint.dump_param_to_param_group_map)` writes it",
+        "`DistributedOptimizer(..., dump_param_to_param_group_map=config.checkpoint.dump_param_to_param_group_map)` "
+        "writes it",
         f"{_A}test_the_map_of_optimizer_groups {_T}test_flags",
-        f"--dump-param-to-param-group-map, {M}.dump_param_to_param_group_map, {M}.DistributedOptimizer(dump_param_to_param_group_map)",
+        f"--dump-param-to-param-group-map, {M}.dump_param_to_param_group_map, "
+        f"{M}.DistributedOptimizer(dump_param_to_param_group_map)",
     ),
     (
         "Step 2: `checkpoint_inspector.py print-torch-dcp-in-json DIR`",
@@ -925,7 +939,8 @@ _GUIDE = [
         "",
     ),
     (
-        "Step 3: `torchrun ... checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor --swiglu IN OUT --param-to-param-group-map-json FILE`",
+        "Step 3: `torchrun ... checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor --swiglu IN OUT "
+        "--param-to-param-group-map-json FILE`",
         OTHER,
         "`mfsdp convert-torch-dist-to-fsdp-dtensor ...`, in one process, without GPUs",
         f"{_A}test_conversion_under_megatrons_name {_V}test_convert_on_the_command_line",
@@ -963,7 +978,8 @@ _OVERVIEW = [
         f"{M}.DistributedDataParallelConfig.use_megatron_fsdp",
     ),
     (
-        "Bridge requires: `use_megatron_fsdp` enabled, checkpoint format `fsdp_dtensor`, standard rank initialization order",
+        "Bridge requires: `use_megatron_fsdp` enabled, checkpoint format `fsdp_dtensor`, standard rank initialization "
+        "order",
         WRITTEN,
         "",
         f"{_T}test_errors {_P}test_megatrons_order_of_ranks",
@@ -971,7 +987,8 @@ _OVERVIEW = [
     ),
     ("uses PyTorch DTensor and `torch.distributed.checkpoint` (DCP)", WRITTEN, "", f"{_K}test_dcp_by_itself", ""),
     (
-        "not interchangeable with `torch_dist` or `zarr`: you cannot load an `fsdp_dtensor` checkpoint into a non-FSDP run or vice versa",
+        "not interchangeable with `torch_dist` or `zarr`: you cannot load an `fsdp_dtensor` checkpoint into a "
+        "non-FSDP run or vice versa",
         WRITTEN,
         "`mfsdp convert` converts `torch_dist` both ways; `zarr` is refused",
         f"{_V}test_torch_dist_there_and_back {_T}test_errors {_R}test_a_round_trip",
@@ -981,21 +998,25 @@ _OVERVIEW = [
         "compatible with 5D parallelism (TP + PP + DP + CP + EP)",
         WRITTEN,
         "",
-        "parallel/test_tensor_parallel.py::test_a_mesh_of_four_dimensions parallel/test_context_parallel.py::test_pipeline_data_and_context parallel/test_expert_parallel.py::test_checkpoints_fit_other_expert_parallel_sizes",
+        "parallel/test_tensor_parallel.py::test_a_mesh_of_four_dimensions "
+        "parallel/test_context_parallel.py::test_pipeline_data_and_context "
+        "parallel/test_expert_parallel.py::test_checkpoints_fit_other_expert_parallel_sizes",
         "",
     ),
     (
         "checkpoints saved under one parallelism layout can be loaded under a different layout",
         WRITTEN,
         "",
-        "parallel/test_tensor_parallel.py::test_checkpoints_load_at_other_sizes parallel/test_pipeline.py::test_checkpoints",
+        "parallel/test_tensor_parallel.py::test_checkpoints_load_at_other_sizes "
+        "parallel/test_pipeline.py::test_checkpoints",
         "",
     ),
     ("`use_tp_pp_dp_mapping=True` is unsupported", WRITTEN, "refused", f"{_T}test_errors", ""),
     ("`use_megatron_fsdp` and `use_torch_fsdp2` are mutually exclusive", WRITTEN, "", f"{_T}test_errors", ""),
     ("`torch_dist` and `zarr` are not valid for Megatron FSDP save/load", WRITTEN, "", f"{_T}test_errors", ""),
     (
-        "Bridge also adjusts some settings automatically, including disabling `average_in_collective` and several buffer-reuse optimizations",
+        "Bridge also adjusts some settings automatically, including disabling `average_in_collective` and several "
+        "buffer-reuse optimizations",
         WRITTEN,
         "",
         f"{_T}test_adjustments",
@@ -1005,7 +1026,9 @@ _OVERVIEW = [
         "intended to work with: tensor, pipeline, context, expert parallelism",
         WRITTEN,
         "",
-        "parallel/test_tensor_parallel.py::test_equals_one_process parallel/test_pipeline.py::test_one_stage_per_rank parallel/test_context_parallel.py::test_data_and_context parallel/test_expert_parallel.py::test_gradients_of_one_process",
+        "parallel/test_tensor_parallel.py::test_equals_one_process parallel/test_pipeline.py::test_one_stage_per_rank "
+        "parallel/test_context_parallel.py::test_data_and_context "
+        "parallel/test_expert_parallel.py::test_gradients_of_one_process",
         "",
     ),
     (
@@ -1023,10 +1046,12 @@ _OVERVIEW = [
         "",
     ),
     (
-        "reduces model-state memory, not activation memory; context parallelism, activation recomputation, or CPU offloading may still be needed",
+        "reduces model-state memory, not activation memory; context parallelism, activation recomputation, or CPU "
+        "offloading may still be needed",
         WRITTEN,
         "all three are supported",
-        "parallel/test_context_parallel.py::test_data_and_context te/test_transformer_engine.py::test_checkpointed_blocks runtime/test_offload.py::test_meta_device",
+        "parallel/test_context_parallel.py::test_data_and_context "
+        "te/test_transformer_engine.py::test_checkpointed_blocks runtime/test_offload.py::test_meta_device",
         f"{F}(offload_policy)",
     ),
     (
@@ -1047,7 +1072,8 @@ _OVERVIEW = [
 
 _CORE = [
     (
-        "`--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion --use-distributed-optimizer`",
+        "`--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+        "--use-distributed-optimizer`",
         WRITTEN,
         "",
         f"{_T}test_the_guides_command_lines",
@@ -1065,14 +1091,17 @@ _CORE = [
         "Compatible with BF16 O1/O2/O3 recipes, FP8 compute with FP32 parameters and FP8 parameter training",
         WRITTEN,
         "",
-        "runtime/test_precision.py::test_policies te/test_transformer_engine.py::test_sharded_equals_alone te/test_primary_weights.py::test_sharded_equals_alone",
+        "runtime/test_precision.py::test_policies te/test_transformer_engine.py::test_sharded_equals_alone "
+        "te/test_primary_weights.py::test_sharded_equals_alone",
         "",
     ),
     (
         "Compatible with TP, EP, and CP configurations",
         WRITTEN,
         "",
-        "parallel/test_tensor_parallel.py::test_equals_one_process parallel/test_expert_parallel.py::test_gradients_of_one_process parallel/test_context_parallel.py::test_data_and_context",
+        "parallel/test_tensor_parallel.py::test_equals_one_process "
+        "parallel/test_expert_parallel.py::test_gradients_of_one_process "
+        "parallel/test_context_parallel.py::test_data_and_context",
         "",
     ),
     (
@@ -1234,7 +1263,8 @@ _CORE = [
     (
         "`training_state`: FORWARD, PRE_BACKWARD, POST_BACKWARD, IDLE",
         ABSENT,
-        "the engine's state is per unit and private, and a compiled graph has none: its order is in the schedule that `explain` prints",
+        "the engine's state is per unit and private, and a compiled graph has none: its order is in the schedule that "
+        "`explain` prints",
         "",
         "mfsdp_compile.explain",
     ),

@@ -1,4 +1,4 @@
-"""The table of docs/megatron.md about Megatron's documents: it is made of :mod:`megatron_claims`, and what it says exists."""
+"""The table of docs/megatron.md about Megatron's documents is made of :mod:`megatron_claims`; what it names exists."""
 
 from __future__ import annotations
 

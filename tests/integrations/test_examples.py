@@ -84,7 +84,8 @@ def test_other_examples(module: str, words: list[str], to_stop: list[str], to_go
 
 
 BLOCKS = re.findall(
-    r"## ([^\n]*)\n(?:(?!\n## ).)*?<!-- not run: here, but by tests/integrations/test_examples\.py -->\n```python\n(.*?)```",
+    r"## ([^\n]*)\n(?:(?!\n## ).)*?<!-- not run: here, but by tests/integrations/test_examples\.py -->\n"
+    r"```python\n(.*?)```",
     (ROOT / "docs/trainers.md").read_text(),
     re.DOTALL,
 )

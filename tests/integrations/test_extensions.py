@@ -1,4 +1,4 @@
-"""Parameters whose class gathers itself, by FSDP2's protocol: equal to FSDP2, and refused by name where that is not possible."""
+"""Parameters whose class gathers itself, by FSDP2's protocol: equal to FSDP2, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2's interface: what a program does to modules between their own ``fully_shard`` and the model's, and right after."""
+"""FSDP2's interface: what a program does to modules between their ``fully_shard`` and the model's, and right after."""
 
 from __future__ import annotations
 

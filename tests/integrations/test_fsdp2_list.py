@@ -1,4 +1,4 @@
-"""What FSDP2's own tests check and test_fsdp2.py does not: torch's implementation beside ours (docs/moving/fsdp2_tests.md)."""
+"""What FSDP2's own tests check and test_fsdp2.py does not, in torch and here (docs/moving/fsdp2_tests.md)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from mfsdp_compile.runtime.eager.engine import EagerRuntime
 Results = list[Any]
 
 SEVERAL_FORWARDS = 1e-6
-"""Relative bound where parts of gradients are added in another order: FSDP2 adds those of several forwards and reduces the
-sum, or the other way around."""
+"""Relative bound where parts of gradients are added in another order: FSDP2 adds those of several forwards and reduces
+the sum, or the other way around.
+"""
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -70,7 +71,10 @@ newer_fsdp2 = pytest.mark.skipif(
 
 
 def same(program: Callable[[Any], Results], rtol: float = 0.0) -> None:
-    """Assert that a program has the same results with torch's FSDP2 and with ours. Each gets the same random numbers."""
+    """Assert that a program has the same results with torch's FSDP2 and with ours.
+
+    Each gets the same random numbers.
+    """
     results = []
     for api in APIS:
         torch.manual_seed(0)
@@ -306,7 +310,7 @@ def test_a_part_before_the_root() -> None:
     assert torch.equal(model(torch.ones(2, 8)), expected(torch.ones(2, 8)))
 
 
-# -- several forwards and backwards in a step ---------------------------------------------------------------------------
+# -- several forwards and backwards in a step --------------------------------------------------------------------------
 
 
 class Chunked(nn.Module):
@@ -376,8 +380,8 @@ def test_a_head_in_chunks(reshard: bool, tied: bool) -> None:
 @newer_fsdp2
 @on_ranks(2)
 def test_a_head_in_chunks_bfloat16() -> None:
-    # FSDP2 of torch 2.15 asks autograd for gradients in the dtype of the reduction (Tensor.grad_dtype), so that the norm's,
-    # which is summed in float32, is not rounded to bfloat16 (8 bits) before it is reduced. A step later, all differs.
+    # FSDP2 of torch 2.15 asks autograd for gradients in the dtype of the reduction (Tensor.grad_dtype), so that the
+    # norm's, which is summed in float32, is not rounded to bfloat16 (8 bits) before it is reduced. Then all differs.
     rounds = compat.TORCH_VERSION < (2, 14)
 
     def program(api: Any) -> Results:

@@ -396,8 +396,8 @@ def test_mxfp8_is_that_of_torchao() -> None:
 def test_nvfp4_is_that_of_torchao() -> None:
     """Bytes, scales and dequantized values of ``param_comm_scaling="nvfp4"``, to the bit.
 
-    torchao multiplies by reciprocal scales, which may round to another side of a midpoint; with these values it does not.
-    Its scales are no smaller than E4M3's normal numbers, so values are compared whose scales are normal.
+    torchao multiplies by reciprocal scales, which may round to another side of a midpoint; with these values it does
+    not. Its scales are no smaller than E4M3's normal numbers, so values are compared whose scales are normal.
     """
     torchao()
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -620,7 +620,7 @@ def test_weights_that_torchao_quantizes_at_rest_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["int8", "mx"])
 @on_ranks(2)
 def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
-    """Layers that quantize ordinary parameters as they compute. torch puts those for MX into graphs, not those for int8."""
+    """Layers that quantize ordinary parameters as they compute. torch traces those for MX, not for int8."""
     found = []
     for mode in (None, EAGER, AOT_EAGER):
         torch.manual_seed(0)
@@ -640,7 +640,7 @@ def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
 @on_ranks(2)
 @pytest.mark.long
 def test_param_dtype_as_fsdp2() -> None:
-    """A float32 model with FSDP2's policy trains as under FSDP2: weights in float8 are for layers that compute in bfloat16."""
+    """A float32 model with FSDP2's policy trains as under FSDP2: float8 weights are for layers in bfloat16."""
     reference = torchao_models.fsdp2(llama(torch.float32), init_device_mesh("cpu", (dist.get_world_size(),)))
     expected = train(reference, reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     policy = TorchPolicy(param_dtype=BF16, reduce_dtype=BF16)

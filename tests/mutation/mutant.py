@@ -23,8 +23,8 @@ _SPACE = r"(?:\s|\\\n|#.*?$)*?"
 class Change(NamedTuple):
     """A piece of code and what replaces it.
 
-    Code is found as syntax: white space, line breaks, kinds of quotes and trailing commas do not matter, nor do comments
-    that ``old`` does not have.
+    Code is found as syntax: white space, line breaks, kinds of quotes and trailing commas do not matter, nor do
+    comments that ``old`` does not have.
 
     Args:
         file: Where the code is, relative to the checkout. If it is not there, it is looked for in the whole product.
@@ -96,8 +96,8 @@ class Mutant:
 def read(path: Path) -> Iterator[Mutant]:
     """Read a list of mutants: paragraphs whose lines begin with a mark.
 
-    A paragraph is a mutant: what it breaks, the lines that it removes (-), adds (+) and leaves (space), its tests (>) or
-    why it is equivalent (=). One that begins with == is the file of those that follow, and the tests of those that
+    A paragraph is a mutant: what it breaks, the lines that it removes (-), adds (+) and leaves (space), its tests (>)
+    or why it is equivalent (=). One that begins with == is the file of those that follow, and the tests of those that
     have none.
     """
     file, usual = "", ()

@@ -226,8 +226,8 @@ def test_ring_attention(balanced: bool, ranks: int) -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 4, 24, 8)]
     q, k, v, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    # Outputs are rounded to bfloat16 (2^-9 of each) in every block and once more when they are merged. Gradients are sums
-    # over up to 24 positions of products of values that were rounded like this, of size 1 to 4 here.
+    # Outputs are rounded to bfloat16 (2^-9 of each) in every block and once more when they are merged. Gradients are
+    # sums over up to 24 positions of products of values that were rounded like this, of size 1 to 4 here.
     for dtype, limits in ((torch.float64, {}), (torch.bfloat16, {"rtol": 2**-6, "atol": 2**-5})):
         for is_causal in (True, False):
             whole = [x.to(dtype).double().clone().requires_grad_() for x in (q, k, v)]

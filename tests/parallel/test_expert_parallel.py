@@ -696,8 +696,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
-    # Experts that no other rank has are used and reduced without communication. Experts that only outer ranks have, too,
-    # are neither gathered nor scattered inside.
+    # Experts that no other rank has are used and reduced without communication. Experts that only outer ranks have,
+    # too, are neither gathered nor scattered inside.
     shared = mesh != "1 x 4"
     divided = shared and mesh != "HSDP 2 x 1 x 2"
     buckets = UNITS + EXPERT_UNITS * divided
@@ -966,7 +966,10 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
-    """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
+    """Stacked experts have scales per expert.
+
+    Two collectives per step: experts are not on the same ranks as the rest.
+    """
     policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)  # type: ignore[arg-type]
     batch = batches(0)[0][dist.get_rank()]
     config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling in ("mxfp8", "nvfp4") else CONFIG

@@ -351,8 +351,8 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planned_memory_is_what_a_step_takes(degrees: Degrees, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned memory is within 3 % of the measurement: kernels have workspaces, and segments are coarse.
 
-    The other ranks are fake, and nothing but the step allocates. Fake collectives do not keep their inputs, which real ones
-    do until they are awaited.
+    The other ranks are fake, and nothing but the step allocates. Fake collectives do not keep their inputs, which real
+    ones do until they are awaited.
     """
     monkeypatch.setattr(planner, "CostModel", functools.partial(planner.CostModel, holds_inputs=False))
     work = Workload(

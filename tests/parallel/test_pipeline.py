@@ -278,7 +278,7 @@ def test_quantized_gathers(scaling: Any) -> None:
 @on_ranks(4)
 @pytest.mark.long
 def test_param_dtype(mode: str) -> None:
-    """Stages of a float32 model send and compute in ``param_dtype``, as those of a bfloat16 model of the same weights."""
+    """Stages of a float32 model send and compute in ``param_dtype``, as a bfloat16 model of the same weights."""
     mesh, found = pipeline_mesh(), []
     replica = mesh["dp"].get_local_rank()
     for dtype, policy in ((torch.bfloat16, {}), (torch.float32, {"param_dtype": torch.bfloat16})):

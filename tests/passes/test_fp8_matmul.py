@@ -1,4 +1,4 @@
-"""Linear layers in float8: arithmetic, what is rewritten and what is left, parity with the same operator in a module."""
+"""Linear layers in float8: arithmetic, what is rewritten and what is left, parity with the operator in a module."""
 
 from __future__ import annotations
 
@@ -215,7 +215,8 @@ def test_a_filter_and_a_machine_choose() -> None:
     model = shard(build())
     lines = report_of(model, *tokens(0), fp8_matmul="tensorwise", fp8_wgrad=True, fp8_filter=choose)
     assert lines[0] == (
-        "4 linear layers (layers.0.feed_forward.down.weight, layers.1.feed_forward.down.weight, layers.2.feed_forward.down.weight and "
+        "4 linear layers (layers.0.feed_forward.down.weight, layers.1.feed_forward.down.weight, "
+        "layers.2.feed_forward.down.weight and "
         "1 more) in float8, "
         "tensorwise: forward, dgrad and wgrad"
     )
@@ -398,8 +399,8 @@ def test_layers_with_divided_weights_stay_as_they_are() -> None:
 def test_gathered_bytes_are_multiplied(change: Callable[[Llama], Llama], regions: bool) -> None:
     """Weights that were gathered in float8 are multiplied as they are, and no bucket of them is dequantized.
 
-    Values in bfloat16 have the same float8 whether they are quantized before or after their gather, so the first step is
-    that of weights that were gathered in bfloat16. Later, main weights have more digits.
+    Values in bfloat16 have the same float8 whether they are quantized before or after their gather, so the first step
+    is that of weights that were gathered in bfloat16. Later, main weights have more digits.
     """
     eager = shard(change(converted(build(), "rowwise", False)))
     expected = train(eager, eager, steps=1)
@@ -429,7 +430,7 @@ def test_weights_that_were_gathered_with_other_scales(policy: MixedPrecisionPoli
 
 
 def _by_name(model: Any, found: list[Tensor]) -> list[Tensor]:
-    """Return losses, gradients and parameters, these whole and in the order of their names: buckets have other layouts."""
+    """Return losses, gradients and parameters, whole and in the order of their names: buckets have other layouts."""
     params = dict(model.named_parameters())
     trainable = [name for name, p in params.items() if p.requires_grad]
     losses, gradients, values = found[: -len(trainable) - len(params)], {}, {}

@@ -400,7 +400,7 @@ def test_copies_of_weights_are_computed_again() -> None:
 
 
 def test_quantized_weights_are_computed_again() -> None:
-    """A layer that quantizes its weight: what is as large as the weight is recomputed, what is made of inputs is not."""
+    """A layer that quantizes its weight: what is as large as the weight is recomputed, what inputs give is not."""
     graph = fx.Graph()
     shard, x = graph.placeholder("shard_0"), graph.placeholder("x")
     weight = gather(graph, shard, 0)

@@ -491,7 +491,8 @@ except BudgetError as error:
     least = error.needed
 for more in range(0, 30_000_000, 5_000_000):
     found = solve(plan, OptimizerCost(), least + more)
-    print(sorted(found.decisions.kept), found.decisions.gathers, found.decisions.reductions, found.decisions.why_not_kept)
+    decided = found.decisions
+    print(sorted(decided.kept), decided.gathers, decided.reductions, decided.why_not_kept)
     print(found.timeline.seconds.hex(), found.timeline.peak_bytes)
 """
 

@@ -462,7 +462,7 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
     assert spent["noting the contract"] + spent["verifying"] < 0.01 * spent["compiling"]
 
 
-# -- the order ----------------------------------------------------------------------------------------------------------
+# -- the order ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None:

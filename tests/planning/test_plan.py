@@ -392,7 +392,7 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
 
 @pytest.mark.long
 def test_a_plan_with_param_dtype() -> None:
-    """A float32 model with ``param_dtype`` is planned as the bfloat16 model, except for its buffers, and as it is sharded."""
+    """A float32 model with ``param_dtype`` is planned as it is sharded: as the bfloat16 model, but for buffers."""
     rows, found = [], []
     for dtypes in ({"dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}):
         work = replace(llama(3), **dtypes)

@@ -1,4 +1,4 @@
-"""Communication buffers change no number: whatever the program, nothing in a buffer is overwritten while it is needed."""
+"""Communication buffers change no number: whatever the program, nothing is overwritten while it is needed."""
 
 from __future__ import annotations
 
@@ -523,7 +523,7 @@ def _groups_of(run: Run) -> list[str]:
 @pytest.mark.parametrize(("mode", "asks"), [(EAGER, True), (EAGER, False), (AOT_EAGER, False)])
 @on_ranks(2)
 def test_a_copy_is_registered_when_it_is_used(mode: str, asks: bool) -> None:
-    """Registering is a collective, and one rank may copy a model alone: ranks register when they use the copy, or ask."""
+    """Registering is a collective, but a rank may copy a model alone: ranks register when they use the copy, or ask."""
     with on_nccl() as log:
         model, _ = parity.shard(parity.build(zoo.Plain), EAGER, sharding={"nccl_ub": True})
         del log[:]

@@ -191,7 +191,7 @@ def assert_equal(mine: list[Tensor], other: list[Tensor]) -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=120)
 def test_forward_and_backward_around_an_ordinary_optimizer(mode: str) -> None:
-    """What the host decides outside of the step (``no_sync``, ``zero_grad``, clipping, the step) goes on as it would."""
+    """What the host decides outside the step (``no_sync``, ``zero_grad``, clipping, the step) goes on as it would."""
 
     def run(captures: bool) -> list[Tensor]:
         model, call = sharded(mode, Noisy, zero_dp_strategy=1)

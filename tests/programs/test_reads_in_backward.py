@@ -98,7 +98,10 @@ def sharded(mode: str, model: nn.Module) -> tuple[Any, Any]:
 
 
 def compare(mode: str, build: Callable[[], nn.Module], run: Callable[[Any, Tensor], Any]) -> nn.Module:
-    """Run a program that calls backward, sharded and in one process, and compare gradients. Return the sharded model."""
+    """Run a program that calls backward, sharded and in one process, and compare gradients.
+
+    Return the sharded model.
+    """
     rank, batch = dist.get_rank(), parity.batches(1, (SIZE, SIZE))[0]
     model, call = sharded(mode, parity.build(build))
     alone = parity.build(build)

@@ -217,7 +217,7 @@ def test_inductor(name: str) -> None:
 @pytest.mark.long
 @on_ranks(2)
 def test_dropout_that_draws_what_eager_code_draws() -> None:
-    """With Inductor's ``fallback_random``, regions call torch's generator as often and in the same order as hooks do."""
+    """With Inductor's ``fallback_random``, regions call torch's generator as often and in the same order as hooks."""
     data = parity.batches(steps=2)
     eager = parity.train_sharded(ManyDropout, EAGER, data, parity.sgd)
     compiled = parity.train_sharded(ManyDropout, INDUCTOR, data, parity.sgd, inductor={"fallback_random": True})

@@ -170,7 +170,7 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     assert hang.analyze(dict(enumerate(states)))[0].ranks == (1,)
 
 
-# -- records of ranks ---------------------------------------------------------------------------------------------------
+# -- records of ranks --------------------------------------------------------------------------------------------------
 
 
 def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dict[str, Any]:

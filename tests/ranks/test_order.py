@@ -324,7 +324,7 @@ def test_a_known_way_is_free() -> None:
 
 
 def test_a_long_training_takes_bounded_memory() -> None:
-    """Nothing is remembered of each forward of a training that does nothing else, and evaluation after it is still asked for."""
+    """Nothing is remembered of each forward of a mere training, and evaluation after it is still asked for."""
     store, order = Store(), Order()
     for _ in range(10_000):
         go(order, store, *STEP)

@@ -1,4 +1,7 @@
-"""A training under faults ends with the weights of one without, and leaves nothing behind. ``make soak`` does this for longer."""
+"""A training under faults ends with the weights of one without, and leaves nothing behind.
+
+``make soak`` does this for longer.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _Demo:
         self.optimizer.step()
 
     def device_bytes(self) -> int:
-        """Return the most bytes on the device at one time, in a step: of shards, copies of them, state and the step itself."""
+        """Return the most bytes on the device at one time in a step: shards, their copies, state and the step's."""
         for _ in range(2):  # state, and the order of units
             self.step()
         rest = 0
@@ -113,7 +113,7 @@ class _Demo:
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
-    """On two ranks, with short sequences, and activations checkpointed, the demo's model takes at most half of what ZeRO-3 takes."""
+    """On two ranks, with short sequences and checkpointing, the demo's model takes at most half of ZeRO-3's."""
     plain, everything, optimizer = (
         _Demo(policy, mode).device_bytes() for policy in (None, CPUOffloadPolicy(), OptimizerOffloadPolicy())
     )
@@ -125,7 +125,7 @@ def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param(INDUCTOR, marks=pytest.mark.long)])
 def test_half_of_the_device_memory_for_the_demo(fake_world: int, mode: str) -> None:
-    """With saved activations in host memory too, a budget of half of ZeRO-3's peak trains the demo's model and batch."""
+    """With saved activations in host memory too, half of ZeRO-3's peak is enough for the demo's model and batch."""
     plain = _Demo(None, mode, checkpointed=False, batch=8)
     peak = plain.device_bytes()
     torch.compiler.reset()

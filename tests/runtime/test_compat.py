@@ -778,7 +778,7 @@ def test_groups_of_several_devices() -> None:
 
 
 def test_a_group_of_some_ranks_does_not_split_the_default_communicator() -> None:
-    """With a device bound, torch would call ``ncclCommSplit``, for which all ranks of the default group must call it."""
+    """With a device bound, torch would call ``ncclCommSplit``, which all ranks of the default group must call."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         world, device = dist.group.WORLD, torch.device("cuda:0")

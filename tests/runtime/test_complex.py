@@ -1,4 +1,4 @@
-"""Complex parameters, as in Fourier neural operators: pairs of real numbers in their bucket, complex everywhere else."""
+"""Complex parameters, as in Fourier neural operators: pairs of reals in their bucket, complex everywhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a model is freed with the last reference to it: no reference cycle holds it for the garbage collector."""
+"""A model's memory is freed with the last reference to it: no reference cycle holds it for the garbage collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shards, gradients and optimizer state in host memory. On CPU both arenas are there, and copies between them are counted."""
+"""Shards, gradients and optimizer state in host memory.
+
+On CPU both arenas are there, and copies between them are counted.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ def test_inductor() -> None:
 
 @on_ranks(2)
 def test_same_as_fsdp2() -> None:
-    """Bitwise as torch's own ``CPUOffloadPolicy``, for the blocks and for all of the model. Norms are summed in other orders."""
+    """Bitwise as torch's own ``CPUOffloadPolicy``, for the blocks and for all of the model.
+
+    Norms are summed in other orders.
+    """
     data = batches(3)
 
     def trained(api: Any, everything: bool) -> tuple[list[Tensor], Tensor]:
@@ -268,7 +274,7 @@ def test_meta_device() -> None:
 
 @on_ranks(2)
 def test_moving_a_model() -> None:
-    """A model whose shards are in host memory may be moved there, as ``to_empty(device="cpu")`` does, or to its device."""
+    """A model with shards in host memory may be moved there, as ``to_empty(device="cpu")`` does, or to its device."""
     model, _ = shard(build(zoo.Plain), EAGER, sharding=OFFLOADED)
     values = [param.to_local().clone() for param in model.parameters()]
     with contextlib.ExitStack() as patches:
@@ -338,7 +344,7 @@ def test_memory_by_arena() -> None:
 
 
 def test_arenas_of_a_gpu() -> None:
-    """Traced for a GPU: shards and their gradients are on the host, and what is gathered and reduced is on the device."""
+    """Traced for a GPU: shards and their gradients are on the host; what is gathered and reduced is on the device."""
     with FakeTensorMode():
         shard = torch.empty(8)
         fetched = torch.ops.mfsdp.fetch(shard, "cuda")

@@ -1,4 +1,4 @@
-"""Offload together with what else changes weights, keeps them whole, steps, copies or saves them: bitwise as without it."""
+"""Offload together with what else changes weights, keeps them whole, steps, copies or saves them: bitwise."""
 
 from __future__ import annotations
 

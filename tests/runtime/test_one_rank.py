@@ -92,7 +92,7 @@ def test_one_rank(strategy: int, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
 def test_a_dimension_of_one_rank(compiled: bool) -> None:
-    """HSDP with one replica is full sharding, and with shards of one rank it is replication, without more collectives."""
+    """HSDP with one replica is full sharding; with shards of one rank it is replication, without more collectives."""
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     one_replica = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     one_shard = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

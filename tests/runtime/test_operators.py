@@ -268,8 +268,8 @@ def names() -> list[str]:
 def test_operators_of_torchs_database() -> None:
     """Every operator gives what it gives for whole tensors, in a DTensor, and changes what it changes of these.
 
-    What does not is listed, and does not work with FSDP2's parameters either. Draws are the same on all ranks. A failure
-    is not shrunk, because other ranks would not know of it.
+    What does not is listed, and does not work with FSDP2's parameters either. Draws are the same on all ranks. A
+    failure is not shrunk, because other ranks would not know of it.
     """
     model, _ = cut()
     tried: list[int] = []

@@ -1,4 +1,4 @@
-"""Main weights, gradients and optimizer state in host memory, and what is gathered on the device: bitwise as without."""
+"""Main weights, gradients and optimizer state in host memory, what is gathered on the device: bitwise as without."""
 
 from __future__ import annotations
 

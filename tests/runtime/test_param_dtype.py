@@ -1,4 +1,4 @@
-"""``param_dtype``, casts at the borders of modules, and policies of classes: FSDP2's numbers to the bit, on two ranks."""
+"""``param_dtype``, casts at borders of modules, and policies of classes: FSDP2's numbers to the bi."""
 
 from __future__ import annotations
 
@@ -612,7 +612,7 @@ def test_the_reduction_of_a_bfloat16_model() -> None:
     assert {(b.plan.comm_dtype, b.plan.main_dtype) for b in model.sharded.buckets} == {(BF16, F32)}
 
 
-# -- what casts reach ---------------------------------------------------------------------------------------------------
+# -- what casts reach --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -688,7 +688,7 @@ def test_registered_methods_cast() -> None:
     assert model.module.encode(torch.randn(2, 8)).dtype == F32
 
 
-# -- values and state ----------------------------------------------------------------------------------------------------
+# -- values and state --------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -714,7 +714,7 @@ def test_values_are_kept_in_full() -> None:
 
 @on_ranks(2)
 def test_initialization_in_full() -> None:
-    """Parameters on the meta device are initialized in the dtype that the model has, not in the one that it computes in."""
+    """Parameters on the meta device are initialized in the model's dtype, not in the one that it computes in."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = zoo.Plain()
@@ -728,7 +728,7 @@ def test_initialization_in_full() -> None:
         assert torch.equal(sharded.module.get_parameter(name).full_tensor(), param), name
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def shard(policy: Any, factory: Any = zoo.Plain, **arguments: Any) -> Any:
@@ -870,7 +870,7 @@ def test_dtypes_of_shards() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_the_default_of_fsdp2s_reduction() -> None:
-    """``reduce_dtype=None`` is what it is in the installed torch: ``param_dtype`` before 2.15, then the parameter's own."""
+    """``reduce_dtype=None`` means what it does in the installed torch: ``param_dtype`` before 2.15, then the own."""
     model = shard(TorchPolicy(param_dtype=BF16))
     expected = F32 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else BF16
     assert {bucket.plan.comm_dtype for bucket in model.sharded.buckets} == {expected}

@@ -1,4 +1,4 @@
-"""Parameters that are gathered in float8 or float4: arithmetic, bytes, one collective for scales, and parity with one process."""
+"""Parameters gathered in float8 or float4: arithmetic, bytes, one collective for scales, parity with one process."""
 
 from __future__ import annotations
 
@@ -335,13 +335,14 @@ LLAMA = {
     "70B": (matrices(8192, 1024, 28672), 741),
     "405B": (matrices(16384, 1024, 53248), 1024),
 }
-"""Shapes, and the number of ranks up to which padding is at most 3 % whatever the number. Beyond it, some numbers need more,
-because shards never cut rows."""
+"""Shapes, and the number of ranks up to which padding is at most 3 % whatever the number. Beyond it, some numbers need
+more, because shards never cut rows.
+"""
 
 
 @pytest.mark.parametrize("size", LLAMA)
 def test_bytes_of_llama(size: str) -> None:
-    """Elements per gather are at most 1.03 x parameters, of one byte each; with mxfp8 of 33/32, and with nvfp4 of 9/16."""
+    """Elements per gather are at most 1.03 x parameters, of one byte each; 33/32 with mxfp8, and 9/16 with nvfp4."""
     shapes, most = LLAMA[size]
     numel = sum(math.prod(shape) for shape in shapes.values())
     for scaling in POLICIES:
@@ -728,7 +729,8 @@ def test_nothing_to_quantize_is_refused() -> None:
         (
             {"param_comm_dtype": FP4},
             ValueError,
-            r"'rowwise' is for torch\.float8_e4m3fn, but param_comm_dtype is torch\.float4_e2m1fn_x2\. Of the scalings, 'nvfp4'",
+            r"'rowwise' is for torch\.float8_e4m3fn, but param_comm_dtype is torch\.float4_e2m1fn_x2\. Of the "
+            r"scalings, 'nvfp4'",
         ),
         ({"param_comm_scaling": "nvfp4"}, ValueError, r"Give param_comm_dtype=torch\.float4_e2m1fn_x2"),
         (

@@ -1,7 +1,8 @@
 """Every strategy, accumulation and scaling gives the gradients of one process.
 
-``pytest tests/runtime/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled and eager
-x scalings, with three microbatches on four ranks. Each cell is compared with an independent computation in one process.
+``pytest tests/runtime/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled
+and eager x scalings, with three microbatches on four ranks. Each cell is compared with an independent computation in
+one process.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ def test_older_gradients_do_not_hide_that_newer_ones_wait(mode: str, to_none: bo
 
 @on_ranks(4)
 def test_no_step_is_taken_with_zeros_in_place_of_gradients_that_wait() -> None:
-    """With cuda_graph_mode, parameters always show a gradient: here zeros, with which weight decay would change them."""
+    """With cuda_graph_mode, parameters always show a gradient: here zeros. Weight decay would change them with it."""
     for strategy in ("no_shard", "optim", "HSDP optim_grads_params"):
         model, call = make(strategy, EAGER, cuda_graph_mode=True)
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)

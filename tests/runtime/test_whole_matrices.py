@@ -275,7 +275,7 @@ def test_muon_over_stacks() -> None:
 
 
 class Divided(nn.Module):
-    """Matrices and a stack that tensor-parallel ranks divide, the last rank getting less, and a matrix that all have."""
+    """Matrices and a stack that tensor-parallel ranks divide, the last getting less, and a matrix that all have."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,8 @@ def test_what_is_sent(micro: int) -> None:
         sent[primary] = counts
     assert sent["current"]["bytes"] <= 0.51 * sent[""]["bytes"], sent
     assert sent["current"]["maxima"] - sent[""]["maxima"] == 3  # steps
-    # The last unit, which otherwise stays gathered from forward to backward, is gathered in both: of 14 gathers, one more.
+    # The last unit, which otherwise stays gathered from forward to backward, is gathered in both: one more
+    # of 14.
     assert sent["mxfp8"]["bytes"] <= 1.05 * 33 / 32 * sent["current"]["bytes"], sent
     assert sent["mxfp8"]["maxima"] == sent[""]["maxima"]  # shard borders cut no 32 rows
 
@@ -161,7 +162,7 @@ def test_gradients_written_into_the_bucket(recipe: str) -> None:
 
 @on_ranks(2)
 def test_transposed_planes() -> None:
-    """``keep_fp8_transpose_cache``: a layer makes them once, in forward, at one byte per element. Results are the same."""
+    """``keep_fp8_transpose_cache``: a layer makes them once, in forward, at one byte per element."""
     if not te_models.gathers_in_fp8():
         return
     kind, made = "LayerNormMLP", Counter()

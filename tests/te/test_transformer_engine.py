@@ -170,7 +170,7 @@ def test_gradients_that_are_asked_for() -> None:
 
 @on_ranks(2)
 def test_checkpointed_blocks() -> None:
-    """Layers that are recomputed in backward write gradients, too. (In fp8, they need Transformer Engine's own checkpoint.)"""
+    """Layers recomputed in backward write gradients, too. In fp8, they need Transformer Engine's checkpoint."""
     kind, results = "LayerNormMLP", []
     for checkpointed in (False, True):
         model = te_models.build(kind, fuse_wgrad_accumulation=True)
