@@ -222,6 +222,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long_unless("*-sgd", "*-amsgrad")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_any_optimizer_goes_on_exactly(name: str) -> None:

@@ -165,6 +165,7 @@ def tied(api: Any) -> Net:
 MODELS = [by_block, root_only, inside_out, kept, released, checkpointed, frozen, tied]
 
 
+@pytest.mark.long_unless("*-kept", "*-tied")
 @pytest.mark.parametrize("make", MODELS)
 @on_ranks(2)
 def test_same_as_fsdp2(make: Callable[[Any], Net]) -> None:
@@ -221,6 +222,7 @@ def reductions() -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reshard", "expected"),
     [
@@ -253,6 +255,7 @@ def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_units_differ() -> None:
     """One layer keeps its parameters, one its portions, one releases them."""
@@ -558,6 +561,7 @@ def test_meta_and_checkpoints(tmp_path: Path) -> None:
         assert torch.equal(value.full_tensor(), found[name].full_tensor()), name
 
 
+@pytest.mark.long_unless("*-None")
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_script(backend: str | None, tmp_path: Path) -> None:
@@ -574,6 +578,7 @@ def test_a_script(backend: str | None, tmp_path: Path) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_a_hybrid_script(tmp_path: Path) -> None:
     theirs = fsdp2_script.train(fsdp, tmp_path / "theirs", None, replicas=2)
@@ -590,6 +595,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtypes", MIXED[:3])
 @on_ranks(2)
 def test_policies_by_module(dtypes: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_used_between_calls() -> None:
     """Same numbers as FSDP2's, to the bit, and parameters stay the objects that they were."""
@@ -86,6 +87,7 @@ def test_used_between_calls() -> None:
     assert len(fsdp2._owners(model)) == 1
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_kinds_of_models_used_between_calls() -> None:
     """Tied weights, nested units, lists, policies, compiled blocks."""
@@ -171,6 +173,7 @@ def test_meta_between_calls() -> None:
     assert_same(steps(fsdp2.fully_shard(model), mine(4, WIDTH)), expected)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_hybrid_between_calls() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -405,6 +408,7 @@ def by_each(model: Any) -> Any:
     return fsdp2.fully_shard(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.long), pytest.param("mfsdp", marks=pytest.mark.long)],

@@ -1363,6 +1363,7 @@ def two_dimensions(api: Any, mesh: DeviceMesh, width: int, meta: bool = False, *
     return model
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_two_dimensions() -> None:
     """Tensor parallelism inside: training, norms, state dicts, gradient scaling, the meta device."""

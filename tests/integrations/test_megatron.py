@@ -1048,6 +1048,7 @@ def batches_of(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, 8, generator=generator), torch.randint(0, 5, (3, 4), generator=generator)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_the_example_of_megatron_core(mode: str) -> None:
@@ -1192,6 +1193,7 @@ def test_broadcast_of_parameters() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_process_groups_of_megatron() -> None:
     """Groups of tensor-parallel neighbors, and of two halves of the data-parallel ranks, become the right meshes.

@@ -64,6 +64,7 @@ def assert_equal(mine: list[Tensor], its: list[Tensor]) -> None:
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2, 4)
 def test_losses_are_those_of_fsdp2() -> None:
     """With buckets of one parameter, ranks hold the same rows as under FSDP2, and gloo sums in the same order."""
@@ -76,6 +77,7 @@ def test_losses_are_those_of_fsdp2() -> None:
         assert names == {n for n, p in model.module.named_parameters() if n.startswith("layers.") and p.dim() == 2}
 
 
+@pytest.mark.long
 @on_ranks(2, 4)
 def test_uneven_rows() -> None:
     """Compared with FSDP2 on one rank: on several, FSDP2 gathers parts of different sizes, and fails."""
@@ -89,6 +91,7 @@ def test_uneven_rows() -> None:
     assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_the_program_of_the_page() -> None:
     page = (ROOT / "docs" / "fp8.md").read_text()
@@ -102,6 +105,7 @@ def test_the_program_of_the_page() -> None:
     assert variables["loss"].isfinite()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_tensor_parallel() -> None:
     """Each part of a divided weight has a scale of its own, as under FSDP2."""
@@ -141,6 +145,7 @@ def test_scales_are_those_of_torchao() -> None:
 # -- eager, compiled --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "sharding", "options"),
     [
@@ -165,6 +170,7 @@ def test_compiled_equals_eager(strategy: str, sharding: dict[str, Any], options:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_kept_gathered_and_served() -> None:
     expected = train(*shard(llama()))
@@ -195,6 +201,7 @@ def test_inductor() -> None:
         assert torch.allclose(mine, its, rtol=1e-3)  # products are rounded to bfloat16 elsewhere
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", [zoo.FrozenUnit, zoo.FrozenParameters, zoo.Checkpointed])
 @on_ranks(2)
 def test_models(factory: type[nn.Module]) -> None:
@@ -230,6 +237,7 @@ class WithExperts(nn.Module):
         return x + self.experts[0](self.up(x).relu())
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_expert_parallel() -> None:
     """Scales are those of this rank's experts, over the ranks that share them."""
@@ -255,6 +263,7 @@ def test_expert_parallel() -> None:
     assert_equal(found[3:], found[:3])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_without_gradients() -> None:
     model, call, _ = shard(llama(), AOT_EAGER)
@@ -285,6 +294,7 @@ def test_meta_device() -> None:
 # -- memory, collectives ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_no_weight_is_saved() -> None:
     """Neither bytes nor what a layer makes of a weight is saved by graphs, and in eager mode none outlives its unit."""
@@ -333,6 +343,7 @@ def test_no_weight_outlives_its_unit() -> None:
     loss.backward()
 
 
+@pytest.mark.long_unless("*-eager-4")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -362,6 +373,7 @@ def test_a_weight_is_for_one_forward() -> None:
 # -- rowwise ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 @on_ranks(2)
 def test_rowwise_recipes(recipe: str) -> None:
@@ -617,6 +629,7 @@ def test_weights_that_torchao_quantizes_at_rest_are_refused() -> None:
 # -- other training of torchao ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["int8", "mx"])
 @on_ranks(2)
 def test_layers_of_prototypes_equal_one_process(kind: str) -> None:

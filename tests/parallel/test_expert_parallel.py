@@ -209,6 +209,7 @@ def test_gradients_of_one_process(compiled_too: tuple[bool, ...]) -> None:
     check_parity("2 x 2", compiled_too=compiled_too)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_gradients_of_compiled_code() -> None:
     """Compiled gradients are correct for one layer over two ranks with their own experts.
@@ -227,6 +228,7 @@ def test_gradients_of_one_process_on_eight_ranks(mesh: str) -> None:
     check_parity(mesh, microbatches=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["1 x 4", "4 x 1"])
 @on_ranks(4)
 def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
@@ -266,12 +268,14 @@ def test_optimizer_in_host_memory(mesh: str, mode: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [0, 1, 2])
 @on_ranks(4)
 def test_gradients_of_other_strategies(strategy: str) -> None:
     check_against(train_alone(2), "2 x 2", EAGER, False, 2, zero_dp_strategy=strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
@@ -304,6 +308,7 @@ def test_some_experts_get_no_token() -> None:
     assert all(load.max() > load.min() for load in loads), loads
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_tokens_are_gathered_instead() -> None:
     """The dispatch with static shapes gives the same gradients."""
@@ -313,6 +318,7 @@ def test_tokens_are_gathered_instead() -> None:
     check_against(alone, "2 x 2", AOT_EAGER, True, config=static)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_a_mesh_of_this_ranks_alone() -> None:
     """An expert mesh may contain only the ranks that share this rank's experts, as Megatron's does."""
@@ -323,6 +329,7 @@ def test_a_mesh_of_this_ranks_alone() -> None:
     check_against(alone, "2 x 2", EAGER, False, expt_device_mesh=own)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_inductor() -> None:
@@ -415,6 +422,7 @@ class Numbered(nn.Module):
         return self
 
 
+@pytest.mark.long_unless("*-eager-*")
 @pytest.mark.parametrize("over_all", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
@@ -477,6 +485,7 @@ class Divided(nn.Module):
         return self.blocks(x).pow(2).mean()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_experts_that_are_dtensors() -> None:
     """Experts that are DTensors train exactly like experts that are plain local parts."""
@@ -546,6 +555,7 @@ def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, T
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
     """Weights and AdamW's state load bit for bit at other expert-parallel sizes."""
@@ -591,6 +601,7 @@ def save_and_load(folder: str) -> None:
 PLANNED = MoeConfig(256, 128, 4, 4, 2, 192, experts=8, chosen=2, shared=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "outer", "expert_parallel"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 2, 2)])
 def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_parallel: int) -> None:
@@ -649,6 +660,7 @@ def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_para
     assert abs(row.needed / measured - 1) <= 0.05, (row.needed, measured)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "mixtral-8x7b", "--world", "64", "--seq", "128", "--checkpoint", "full"]
@@ -741,6 +753,7 @@ def test_the_table_in_the_docs() -> None:
     assert "\n".join(table()) in "\n".join(found), "the table should be\n" + "\n".join(table())
 
 
+@pytest.mark.long_unless("*-eager-False")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize(
@@ -963,6 +976,7 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
     }
 
 
+@pytest.mark.long_unless("*-rowwise", "*-tensorwise")
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
@@ -993,6 +1007,7 @@ def test_quantized_gathers(scaling: str) -> None:
     assert sum(bucket.scale_count for bucket in stacked) == sum(counts)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_quantized_gathers_of_compiled_code() -> None:
     policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)

@@ -127,6 +127,7 @@ def assert_close(mine: list[dict[str, Tensor]], its: list[dict[str, Tensor]]) ->
             assert (a[name] - wanted).abs().max() <= RELATIVE * scale, (name, step)
 
 
+@pytest.mark.long_unless("*-ep 2, etp 2")
 @pytest.mark.parametrize("shape", SHAPES)
 @on_ranks(4)
 def test_training_of_one_process(shape: str) -> None:
@@ -134,6 +135,7 @@ def test_training_of_one_process(shape: str) -> None:
     assert_close(train(shape, EAGER, config=config)[0], train_alone(config))
 
 
+@pytest.mark.long_unless("*-{'zero_dp_strategy': 2}")
 @pytest.mark.parametrize(
     "given",
     [{"zero_dp_strategy": 0}, {"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, {"average_in_collective": True}],
@@ -145,6 +147,7 @@ def test_strategies_and_averages(given: dict[str, Any]) -> None:
     assert_close(train("ep 2", EAGER, config=config, **given)[0], train_alone(config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer_strategy", [0, 1])
 @on_ranks(8)
 def test_hybrid_sharding(outer_strategy: int) -> None:
@@ -172,6 +175,7 @@ def test_hybrid_sharding(outer_strategy: int) -> None:
     assert_close([mine], [{name: param.grad for name, param in alone.named_parameters()}])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 @on_ranks(4)
 def test_compiled_equals_eager_bitwise(shape: str) -> None:
@@ -180,6 +184,7 @@ def test_compiled_equals_eager_bitwise(shape: str) -> None:
     assert all(map(torch.equal, eager, compiled))
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=300)
 def test_inductor() -> None:
     config = replace(CONFIG, layers=1)
@@ -189,6 +194,7 @@ def test_inductor() -> None:
 # -- at rest ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-ep 2")
 @pytest.mark.parametrize("shape", ["ep 2", "ep 4"])
 @on_ranks(4)
 def test_parameters_at_rest(shape: str) -> None:
@@ -203,6 +209,7 @@ def test_parameters_at_rest(shape: str) -> None:
             torch.testing.assert_close(param.norm().detach().full_tensor(), alone[name].norm().detach())
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_checkpoints_fit_other_divisions() -> None:
     """Weights and optimizer state are the same, bit for bit, with other numbers of expert-parallel ranks."""
@@ -230,6 +237,7 @@ def test_checkpoints_fit_other_divisions() -> None:
         assert all(map(torch.equal, wholes(other, its), expected)), shape
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_training_goes_on_after_a_reset() -> None:
     model = make("ep 2")
@@ -320,6 +328,7 @@ def test_ranks_that_diverge() -> None:
 PLANNED = MoeConfig(256, 128, 4, 4, 2, 192, experts=8, chosen=2, shared=1)
 
 
+@pytest.mark.long
 def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ["plan", "--model", "mixtral-8x7b", "--world", "64", "--hardware", "h100-ib"]
     assert main([*shared, "--seq", "128", "--checkpoint", "full", "--tp", "2", "--ep", "8", "--etp", "2"]) == 0
@@ -336,6 +345,7 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
         assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",

@@ -203,6 +203,7 @@ def test_what_is_rewritten_and_why_the_rest_is_not() -> None:
     ]
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.usefixtures("fake_world")
 def test_a_filter_and_a_machine_choose() -> None:
@@ -240,6 +241,7 @@ def test_auto_wants_a_gain() -> None:
     )
 
 
+@pytest.mark.long_unless("True-True")
 @needs_rows
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("wgrad", [False, True])
@@ -330,6 +332,7 @@ def assert_parity(scaling: str = "rowwise", wgrad: bool = False, microbatches: i
         assert torch.equal(mine, its)
 
 
+@pytest.mark.long
 @needs_rows
 @on_ranks(2, timeout=240)
 def test_parity_with_the_operator_in_modules() -> None:
@@ -354,6 +357,7 @@ def _frozen(model: Llama) -> Llama:
     return model
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.parametrize("case", ["checkpointed", "frozen", "portions", "buffers", "HSDP", "optim", "no_shard"])
 @on_ranks(4, timeout=300)
@@ -392,6 +396,7 @@ def test_layers_with_divided_weights_stay_as_they_are() -> None:
     assert_parity(change=divided, where="attention", **dimensions)
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("change", [_plain, _checkpointed, _frozen])
@@ -448,6 +453,7 @@ def _whole(param: Any, local: Tensor) -> Tensor:
     return spec.full_tensor()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", SCALINGS)
 @on_ranks(2, timeout=300)
 def test_inductor(scaling: str) -> None:
@@ -464,6 +470,7 @@ def test_inductor(scaling: str) -> None:
     torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
 
 
+@pytest.mark.long
 @needs_rows
 @on_ranks(2, timeout=240)
 def test_verify_step_allows_for_rounding_and_no_more() -> None:

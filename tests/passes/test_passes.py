@@ -470,6 +470,7 @@ def test_parts_of_models_keep_nothing() -> None:
     assert not any("kept" in line for report in record.reports[Phase.JOINT] for line in report.lines)
 
 
+@pytest.mark.long_unless("Plain", "FrozenUnit")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", ["Plain", "Tied", "FrozenParameters", "FrozenUnit", "Checkpointed", "CalledTwice"])
 def test_reports_read_well(name: str) -> None:

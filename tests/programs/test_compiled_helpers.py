@@ -115,6 +115,7 @@ def check(mode: str, how: str, *, trains: bool = True, frozen: bool = False) -> 
     assert compiled[1] == compiled[2], compiled
 
 
+@pytest.mark.long_if("*-cond")
 @pytest.mark.parametrize(("mode", "how"), [(EAGER, "cond"), (FACE, "method")])
 @on_ranks(2, timeout=120)
 def test_parts_that_compile_themselves(mode: str, how: str) -> None:

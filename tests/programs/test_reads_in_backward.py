@@ -120,6 +120,7 @@ def squares(model: Any, x: Tensor) -> None:
     model(x).pow(2).mean().backward()
 
 
+@pytest.mark.long_if("*-aot_eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, FACE])
 @on_ranks(2, timeout=90)
 def test_modules_have_whole_parameters_in_backward(mode: str) -> None:

@@ -329,6 +329,7 @@ ONE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 3])
 @on_ranks(4)
 def test_a_mistake_of_one_rank_is_an_error_on_all(culprit: int) -> None:
@@ -457,6 +458,7 @@ def test_experts_and_tensor_parallelism() -> None:
 # -- unusual meshes that work -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_ranks_may_lie_in_any_order() -> None:
     """Ranks may be in any order in a mesh.

@@ -69,6 +69,7 @@ ASTRAY = [
 ]
 
 
+@pytest.mark.long_unless("*-way0-*")
 @pytest.mark.parametrize(
     ("strategy", "way", "known"),
     [
@@ -136,6 +137,7 @@ def test_agreements_do_not_grow_with_layers() -> None:
     assert counts[0] == counts[1] <= 20, counts
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_what_follows_what_is_agreed_on_once(mode: str) -> None:
@@ -173,6 +175,7 @@ def test_accumulation_needs_no_agreement_once_it_is_known() -> None:
     assert not asked
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
@@ -194,6 +197,7 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
     call(x).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_graph_break_that_depends_on_data() -> None:
     """If a model is compiled in parts and one rank continues with another part, all ranks raise."""
@@ -234,6 +238,7 @@ def total(model: Any, x: Tensor) -> Tensor:
     return found[0]
 
 
+@pytest.mark.long_if("*-True")
 @pytest.mark.parametrize(
     ("mode", "known"),
     [

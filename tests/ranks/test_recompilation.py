@@ -106,6 +106,7 @@ def small_limit() -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [way if way in BRIEF else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
 @on_ranks(2, timeout=120)
 def test_numbers_beyond_the_limit(way: str) -> None:

@@ -18,6 +18,7 @@ SHORT = Plan(
 LONG = Plan(steps=60, faults=10, modes=("eager", "aot_eager"), stall=1.0, limit=120.0)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("plan", "seed"), [(SHORT, 3), pytest.param(LONG, 2, marks=pytest.mark.long)], ids=["one", "ten"]

@@ -22,6 +22,7 @@ from mfsdp_compile.runtime.ranks import profiling
 SHORT = {(EAGER, "optim"), (AOT_EAGER, "HSDP optim_grads_params")}
 
 
+@pytest.mark.long_unless("*-optim")
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [

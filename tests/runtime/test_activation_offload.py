@@ -25,6 +25,7 @@ SHORT = [zoo.Plain, zoo.Checkpointed]
 LONG = [zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused]
 
 
+@pytest.mark.long_unless("*-Plain")
 @pytest.mark.parametrize("model", [*SHORT, *(pytest.param(model, marks=pytest.mark.long) for model in LONG)])
 @on_ranks(2)
 def test_same_numbers(model: type[nn.Module]) -> None:

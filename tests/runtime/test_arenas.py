@@ -23,6 +23,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long_if("*-optimizer")
 @POLICIES
 @on_ranks(2)
 def test_arenas_meet_in_copies(policy: Any) -> None:
@@ -52,6 +53,7 @@ def test_arenas_meet_in_copies(policy: Any) -> None:
                 call(found.mark(data[0].clone(), DEVICE))
 
 
+@pytest.mark.long_if("*-2")
 @pytest.mark.parametrize("strategy", [1, 2])
 @on_ranks(2)
 def test_residents(strategy: int) -> None:
@@ -110,6 +112,7 @@ class _Demo:
         return rest + peaks(self.step, self.update != self._update)[DEVICE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("mode", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
@@ -122,6 +125,7 @@ def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
 @pytest.mark.parametrize("mode", ["aot_eager", pytest.param(INDUCTOR, marks=pytest.mark.long)])
 def test_half_of_the_device_memory_for_the_demo(fake_world: int, mode: str) -> None:
@@ -135,6 +139,7 @@ def test_half_of_the_device_memory_for_the_demo(fake_world: int, mode: str) -> N
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_saved_values_and_parameters_in_host_memory() -> None:
     """Both together, under a budget, do not change a bit."""

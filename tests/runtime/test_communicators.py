@@ -248,6 +248,7 @@ def test_settings_start_from_those_of_a_group_that_was_passed() -> None:
         assert created[-1] == ([0, 1], {})
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_separate_gathers_change_no_bit(mode: str) -> None:

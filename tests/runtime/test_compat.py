@@ -1091,6 +1091,7 @@ def test_generated_code_is_known() -> None:
     assert not compat.is_generated(__file__)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_inductor_writes_a_batched_matmul_into_a_bucket() -> None:
     """Its layout is fixed, other than a matmul's. Its other readers find it in the bucket."""

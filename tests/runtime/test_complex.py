@@ -67,6 +67,7 @@ def small() -> nn.Module:
     return model
 
 
+@pytest.mark.long_unless("optim_grads_params-*")
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim", "no_shard"])
 def test_training_is_that_of_one_process(strategy: str) -> None:
@@ -93,6 +94,7 @@ def test_rows_over_more_ranks_than_there_are() -> None:
     parity.assert_close(run, parity.train_alone(Fno, batches()))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_inductor() -> None:

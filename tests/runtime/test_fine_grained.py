@@ -37,6 +37,7 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
             assert torch.equal(value, there[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
 @on_ranks(2)
 def test_feature(name: str) -> None:
@@ -51,6 +52,7 @@ def test_feature(name: str) -> None:
         assert_same(eager, whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 @on_ranks(4)
 def test_strategies(strategy: int) -> None:
@@ -64,6 +66,7 @@ def test_strategies(strategy: int) -> None:
         parity.assert_close(eager, alone)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_inductor() -> None:
@@ -119,6 +122,7 @@ def test_what_is_in_which_bucket() -> None:
     assert all(len(own) == 1 for own in names(**MODULE, **PARAMETER).values())
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_collectives(mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
@@ -9,6 +10,7 @@ from pool import on_ranks
 from mfsdp_compile.runtime import compat
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_many_gathers_in_flight() -> None:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]

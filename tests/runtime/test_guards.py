@@ -133,6 +133,7 @@ def test_guards_can_be_turned_off() -> None:
 # -- verify_step ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-3")
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_verify_step_changes_nothing(strategy: int) -> None:

@@ -56,6 +56,7 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
 @on_ranks(2)
 def test_feature(name: str) -> None:
@@ -74,6 +75,7 @@ def test_feature(name: str) -> None:
     assert f"blocks.0-{len(eager.model.module.blocks) - 1}" in units_of(eager.model)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_four_ranks() -> None:
     factory = partial(zoo.Plain, layers=4)
@@ -109,6 +111,7 @@ class Whole(nn.Module):
         return x.sum()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_four_ranks_without_rounding() -> None:
     data = parity.batches(steps=1)
@@ -134,6 +137,7 @@ def step_of(mode: str, layers: int, blocks: int) -> Counter[str]:
     return collectives(lambda: call(x).backward())
 
 
+@pytest.mark.long_unless("2-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, 4)
 def test_collectives_are_divided(mode: str) -> None:
@@ -193,6 +197,7 @@ class Drops(zoo.Plain):
         return x
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_skipped_modules() -> None:
     x = parity.batches(1)[0, dist.get_rank()]
@@ -254,6 +259,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.long_unless("eager")
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
@@ -282,6 +288,7 @@ def test_memory_is_that_of_larger_units(mode: str) -> None:
 # -- everything around joined units -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_checkpoints_know_nothing_of_it() -> None:
     x = parity.batches(3)[:, dist.get_rank()]
@@ -310,6 +317,7 @@ def test_checkpoints_know_nothing_of_it() -> None:
         assert all(torch.equal(a, b) for a, b in zip(trained[0], others, strict=True))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_explain_names_joined_units_and_says_what_is_gathered_again_and_again() -> None:
     model, _ = parity.shard(parity.build(zoo.Plain), EAGER, **joined(2))

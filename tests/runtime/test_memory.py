@@ -51,6 +51,7 @@ def bucket_bytes(model: nn.Module) -> tuple[int, int]:
     return buckets[0].plan.gathered_bytes, sum(b.plan.shard_bytes for b in buckets)
 
 
+@pytest.mark.long_if("inductor")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_training_step(mode: str) -> None:
@@ -65,6 +66,7 @@ def test_training_step(mode: str) -> None:
     assert peak < whole / 2  # of what an unsharded model's gathered parameters and gradients would take
 
 
+@pytest.mark.long_if("inductor")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_forward_without_gradients(mode: str) -> None:
@@ -79,6 +81,7 @@ def test_forward_without_gradients(mode: str) -> None:
     assert allocated(forward)[0] <= 2 * bucket + ACTIVATIONS
 
 
+@pytest.mark.long_if("inductor")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.slow)])
 def test_forward_keeps_one_bucket_for_backward(mode: str) -> None:

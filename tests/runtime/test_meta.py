@@ -124,6 +124,7 @@ def normal(module: nn.Module) -> None:
         nn.init.ones_(param) if param.dim() == 1 else nn.init.normal_(param, std=0.02)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_function_of_ones_own() -> None:
     config = LlamaConfig(50, 32, 2, 4, 2, 44)
@@ -312,6 +313,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is asked of /proc")
 @pytest.mark.parametrize("kind", ["ours", "transformers"])

@@ -79,6 +79,7 @@ def copies() -> Iterator[Copies]:
 MODELS = [zoo.Plain, zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused, zoo.Checkpointed]
 
 
+@pytest.mark.long_unless("*-Plain")
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
 def test_same_numbers(model: type[nn.Module]) -> None:
@@ -91,6 +92,7 @@ def test_same_numbers(model: type[nn.Module]) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [True, False])
 @on_ranks(2)
 def test_accumulation_in_lower_precision(sync: bool) -> None:
@@ -110,6 +112,7 @@ def test_accumulation_in_lower_precision(sync: bool) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_hybrid() -> None:
     """With outer ranks, the second stage runs on the device, and its result is copied."""
@@ -124,6 +127,7 @@ def test_hybrid() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_inductor() -> None:
     """Inductor rounds as for the model without offload."""

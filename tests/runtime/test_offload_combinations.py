@@ -91,6 +91,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long_unless("*-optimizer")
 @policies
 @on_ranks(2)
 def test_optimizers(policy: Any) -> None:
@@ -120,6 +121,7 @@ def _kept(job: Trained) -> Trained:
     return job
 
 
+@pytest.mark.long_unless("*-eager-*")
 @policies
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -134,6 +136,7 @@ def test_what_stays_gathered(policy: Any, mode: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @policies
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
@@ -181,6 +184,7 @@ def test_loaded_weights(policy: Any) -> None:
             assert torch.equal(job.call(batch), expected)
 
 
+@pytest.mark.long_unless("*-optimizer")
 @policies
 @on_ranks(4)
 def test_broadcast(policy: Any) -> None:
@@ -225,6 +229,7 @@ def resume(root: str, policy: Any) -> list[list[float]]:
     return [value.flatten().tolist() for value in full_state_dict(job.train(1).model, rank=None).values()]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_restarted_on_other_ranks(pools: Any, tmp_path: Any) -> None:
     """A run without offload goes on with it on half of the ranks, and the other way round."""

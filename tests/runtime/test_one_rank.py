@@ -89,6 +89,7 @@ def test_one_rank(strategy: int, compiled: bool) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long_if("*-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
 def test_a_dimension_of_one_rank(compiled: bool) -> None:

@@ -71,6 +71,7 @@ def assert_same(sharded: dict[str, Any], alone: dict[str, Any]) -> None:
         torch.testing.assert_close(param.full_tensor(), alone[name].detach(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long_if("*-for")
 @pytest.mark.parametrize(("name", "how"), VARIANTS)
 @on_ranks(2)
 def test_elementwise_optimizers(name: str, how: str) -> None:
@@ -230,6 +231,7 @@ def test_muon_with_more_ranks_than_matrices() -> None:
         assert torch.equal(model.module[0].weight.full_tensor(), alone[0].weight)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_muon_trains(mode: str) -> None:
@@ -374,6 +376,7 @@ def assert_same_state(pair: list[tuple[Any, Any]], exactly: bool) -> None:
                 assert value == expected, (name, key)
 
 
+@pytest.mark.long_if("*-for")
 @pytest.mark.parametrize(
     ("name", "how"), [(n, h) for n, h in VARIANTS if h == "for" or n == "AdamW" or (n, h) == ("SGD", "fused")]
 )
@@ -392,6 +395,7 @@ def test_flat_steps(name: str, how: str) -> None:
     assert_same_state(pair, exactly=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "strategies"),
     [
@@ -574,6 +578,7 @@ def test_blocks_of_an_8_bit_optimizer_stay_whole() -> None:
     assert not all(train(1))
 
 
+@pytest.mark.long_if("*-LBFGS")
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
 @on_ranks(2)
 def test_optimizers_that_look_at_whole_matrices(name: str) -> None:
@@ -790,6 +795,7 @@ def two_groups(model: nn.Module) -> torch.optim.AdamW:
     )
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_fully_shard_keeps_groups_and_state(mode: str) -> None:
@@ -943,6 +949,7 @@ def test_optimizer_state_dict_round_trip() -> None:
     assert torch.equal(after[0], after[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [
@@ -995,6 +1002,7 @@ def test_state_that_nobody_can_tell_before_the_first_step() -> None:
         assert optimizer.state_dict()["state"] == {}
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
     for mode in (EAGER, AOT_EAGER):
@@ -1012,6 +1020,7 @@ def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
         assert empty > 0  # such states exist
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_two_optimizers_over_one_model(mode: str) -> None:

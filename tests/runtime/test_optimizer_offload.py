@@ -35,6 +35,7 @@ OFFLOADED = {"offload_policy": OptimizerOffloadPolicy()}
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [zoo.Plain, zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused, zoo.Checkpointed])
 @on_ranks(2)
 def test_same_numbers(model: type[nn.Module]) -> None:
@@ -69,6 +70,7 @@ def trained(
     return found + [param.detach().to_local().clone() for param in sharded.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_strategies(strategy: int) -> None:
@@ -82,6 +84,7 @@ def test_strategies(strategy: int) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_two_dimensions(kind: str) -> None:
@@ -96,6 +99,7 @@ def test_two_dimensions(kind: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_copies() -> None:
     """One copy back per step, of the weights; one to the host per reduced gradient. Gathers need none."""
@@ -128,6 +132,7 @@ def test_copies() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_inference_mode(mode: str) -> None:
@@ -146,6 +151,7 @@ def test_inference_mode(mode: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_by_unit() -> None:
     """Each unit has a policy of its own; what rests on the device is counted."""

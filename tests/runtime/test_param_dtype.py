@@ -210,6 +210,7 @@ def assert_equal(a: tuple[list[Tensor], dict[str, Tensor]], b: tuple[list[Tensor
         assert param.dtype == b[1][name].dtype and torch.equal(param, b[1][name]), name
 
 
+@pytest.mark.long_unless("*-eager", "*-structures-*")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

@@ -94,6 +94,7 @@ SHORT = {("bf16", "optim_grads_params"), ("fp16", "optim_grads_params"), ("bf16 
 SHORT |= {("bf16, sums in fp32", strategy) for strategy in ("no_shard", "optim", "HFSDP")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.long]) for cell in CELLS],
@@ -117,6 +118,7 @@ def test_policies(name: str, strategy: str) -> None:
         assert difference <= 8 * coarsest * whole.abs().max().double(), (difference, whole.abs().max())
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
     """Gradients are summed in the requested dtype: 256 times 1/256 of an ulp is lost in bfloat16, kept in float32."""
@@ -155,6 +157,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
                 assert getattr(model.module.weight, attribute) is None
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_memory_is_what_layouts_predict() -> None:
     """Shards take exactly the predicted bytes, and nothing is stored twice where dtypes agree."""
@@ -184,6 +187,7 @@ def _local_gradients(bucket: Any) -> list[Tensor]:
 # -- float16 and scalers ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-HFSDP0")
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [
@@ -246,6 +250,7 @@ def test_float16_sums_do_not_overflow() -> None:
 # -- communication dtype ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_communication_dtype_changes_between_steps(mode: str) -> None:
@@ -275,6 +280,7 @@ def test_communication_dtype_changes_between_steps(mode: str) -> None:
 # -- NaN --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4, timeout=120)
 def test_nan_is_reported_on_all_ranks(mode: str) -> None:
@@ -308,6 +314,7 @@ def test_nan_is_reported_on_all_ranks(mode: str) -> None:
 # -- twenty steps of a real model -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_bfloat16_training_matches_one_process() -> None:

@@ -384,6 +384,7 @@ def reference(policy: MixedPrecisionPolicy, steps: int = 3) -> list[Tensor]:
     return losses + [param.detach() for param in main_params]
 
 
+@pytest.mark.long_unless("*-eager", "*-blockwise-*")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("scaling", POLICIES)
 @on_ranks(2)
@@ -417,6 +418,7 @@ def test_inductor(scaling: str) -> None:
         assert torch.allclose(mine, its, rtol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scaling", ["tensorwise", *(pytest.param(name, marks=pytest.mark.long) for name in ("blockwise", "mxfp8", "nvfp4"))]
 )
@@ -442,6 +444,7 @@ def test_compiled_equals_eager_bitwise(
     assert len(quantized(model)) >= 2
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_kept_gathered_and_served() -> None:
     assert_kept_gathered_and_served(ROWWISE)
@@ -466,6 +469,7 @@ def assert_kept_gathered_and_served(policy: MixedPrecisionPolicy) -> None:
     assert_equal(train(copied, copied), expected)
 
 
+@pytest.mark.long_if("*-aot_eager", "*-Tied-*")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("factory", [zoo.FrozenUnit, zoo.FrozenParameters, zoo.Checkpointed, zoo.Tied, zoo.Uneven])
 @on_ranks(2)
@@ -516,6 +520,7 @@ def recorded() -> Iterator[list[tuple[str, torch.dtype, int]]]:
         yield found
 
 
+@pytest.mark.long_unless("*-eager-4")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -622,6 +627,7 @@ def test_whole_weights_are_not_saved() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_checkpoints_hold_main_weights_only(pools: Pools, tmp_path: Path) -> None:
     saved = pools.of(2).run(_save, folder=str(tmp_path))[0]
     for ranks in (1, 2):

@@ -162,6 +162,7 @@ def test_a_view_on_one_rank_is_refused_on_all() -> None:
 # -- hooks and utilities of torch -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_hooks_from_before_sharding_run(mode: str) -> None:
@@ -216,6 +217,7 @@ class MoreAdorned(Adorned):
         parametrizations.spectral_norm(self.blocks[0].up)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize(
     ("factory", "mode"),
     [(MoreAdorned, EAGER), (Adorned, AOT_EAGER), pytest.param(Adorned, INDUCTOR, marks=pytest.mark.slow)],
@@ -260,6 +262,7 @@ def test_utilities_after_sharding() -> None:
 # -- classes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_apply_finds_the_classes_that_were_written(mode: str) -> None:

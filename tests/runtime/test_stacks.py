@@ -107,6 +107,7 @@ def test_the_end_of_a_matrix_whole_ones_and_the_start_of_one() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("4-*")
 @pytest.mark.parametrize("mode", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @on_ranks(2, 4)
 def test_training_is_that_of_whole_matrices(mode: str) -> None:

@@ -54,6 +54,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.long_unless("*-optim_grads_params-aot_eager-*")
 @pytest.mark.parametrize(("strategy", "mode", "scaling"), ROWS)
 @on_ranks(4)
 def test_table(strategy: str, mode: str, scaling: str) -> None:
@@ -88,6 +89,7 @@ def _run(strategy: str, mode: str, microbatches: int, **arguments: Any) -> list[
     return results + [param.full_tensor().detach() for param in model.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
 def test_compiled_equals_eager_bitwise(strategy: str) -> None:
@@ -95,6 +97,7 @@ def test_compiled_equals_eager_bitwise(strategy: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_strategies_agree_bitwise() -> None:
     """With one microbatch, all strategies that scatter gradients over the same ranks compute the same sums."""
@@ -161,6 +164,7 @@ class TwoMatrices(nn.Module):
         return x.sum()
 
 
+@pytest.mark.long_unless("*-optim-eager")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [
@@ -221,6 +225,7 @@ def test_context_managers_restore_what_they_found() -> None:
         assert model.model_auto_sync == automatic
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_gradients_that_wait_say_so(mode: str) -> None:
@@ -251,6 +256,7 @@ def test_gradients_that_wait_say_so(mode: str) -> None:
         assert model.microbatch_count == 0
 
 
+@pytest.mark.long_unless("*-False-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("to_none", [True, False])
 @on_ranks(4)
@@ -355,6 +361,7 @@ def test_hybrid_group_must_fit_the_mesh() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -400,6 +407,7 @@ def test_whole_gradients_are_not_to_be_had_of_shards() -> None:
     model.finish_grad_sync(force_all_reduce=True)
 
 
+@pytest.mark.long_unless("*-HFSDP-eager", "*-no_shard-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "HSDP optim_grads", "HFSDP"])
 @on_ranks(4, timeout=90)

@@ -35,6 +35,7 @@ def alone() -> Tensor:
         return Llama(CONFIG)(tokens())
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 @on_ranks(2)
 def test_what_is_gathered_stays_within_its_budget(mode: str) -> None:

@@ -123,6 +123,7 @@ def test_copies_of_whole_steps() -> None:
     assert its.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
+@pytest.mark.long_if("4")
 @on_ranks(2, 4)
 def test_checkpoints_of_whole_steps(tmp_path: Path) -> None:
     """Checkpoints hold the state of all owners; with other strategies, owners differ."""
