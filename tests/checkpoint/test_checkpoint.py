@@ -158,7 +158,7 @@ LOADED_BY = {
     ("strategy", "loaded_by"),
     [
         pytest.param("HFSDP", {1: ("no_shard",), 2: ("optim",), 3: ("optim_grads_params",), 4: ("HFSDP",)}, id="HFSDP"),
-        *(pytest.param(name, LOADED_BY, id=f"{name} by all", marks=pytest.mark.long) for name in SAVED_BY),
+        *(pytest.param(name, LOADED_BY, id=f"{name} by all") for name in SAVED_BY),
     ],
 )
 def test_saved_at_four_ranks_loaded_at_any_number(

@@ -409,10 +409,7 @@ def by_each(model: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.long), pytest.param("mfsdp", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "mfsdp"])
 @on_ranks(2)
 def test_compiled_before_between_and_after(backend: str) -> None:
     def made() -> Any:

@@ -151,8 +151,8 @@ def test_scales_are_those_of_torchao() -> None:
     [
         pytest.param("HSDP optim_grads_params", {}, {"reshard_after_forward": 2}, id="HSDP, portions"),
         pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {"regions": True}, id="buffers, regions"),
-        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved", marks=pytest.mark.long),
-        pytest.param("optim_grads_params", {"bucket_bytes": 2048}, {}, id="small buckets", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved"),
+        pytest.param("optim_grads_params", {"bucket_bytes": 2048}, {}, id="small buckets"),
     ],
 )
 @on_ranks(4)

@@ -122,7 +122,7 @@ def loss_of(call: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("goes_on", [False, True])
 @on_ranks(2)
 def test_trainer_is_the_plain_loop(tmp_path: Path, goes_on: bool) -> None:
     """Trainer equals a plain loop bit for bit, operator by operator, and continues where it was.

@@ -185,7 +185,7 @@ def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["doctor", pytest.param("demo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: Path, command: str) -> None:
     environment = {"PYTHONPATH": str(installed), "COLUMNS": "200"}
     where = "import mfsdp_compile.runtime.layout as layout; print(layout.__file__)"
@@ -263,7 +263,7 @@ def test_help_needs_no_torch() -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("model", ["llama", pytest.param("hf-llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["llama", "hf-llama"])
 def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -> None:
     """The whole demo runs eagerly. ``make demo`` and its users run it compiled."""
     out = demo("--steps", "4", "--parity-steps", "2", "--model", model)

@@ -197,8 +197,6 @@ def train(kind: type, mode: str, *, steps: int = 3, checkpointed: bool = False, 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-INTERLEAVED = {"stages": 4}
-
 
 @pytest.mark.long_unless("*-Schedule1F1B-eager-")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
@@ -257,7 +255,7 @@ def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scaling", ["rowwise", pytest.param("nvfp4", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scaling", ["rowwise", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: Any) -> None:
     """Stages quantize their weights once per step, and their code gathers what the eager path gathers."""

@@ -407,7 +407,7 @@ def _whole(model: Any, optimizer: Any) -> list[dict[str, Tensor]]:
     ("saved", "loaded"),
     [
         ("dp2 tp2", ("dp4 tp1", "dp1 tp4", "dp2 tp1", "")),
-        pytest.param("outer2 dp2 tp2", ("dp2 tp2",), marks=pytest.mark.long),
+        ("outer2 dp2 tp2", ("dp2 tp2",)),
     ],
 )
 @pytest.mark.processes

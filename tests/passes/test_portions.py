@@ -47,13 +47,12 @@ def portions_of(model: Any) -> list[str]:
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-
-SHORT = ("Tied", "FrozenUnit", "Checkpointed", "CalledTwice", "GraphBreaks", "Autocast")
-LONG = ("Uneven", "FrozenParameters", "CheckpointedReentrant", "DisabledChild", "MixedTypes", "Dropout")
+NAMES = ("Tied", "FrozenUnit", "Checkpointed", "CalledTwice", "GraphBreaks", "Autocast", "Uneven", "FrozenParameters")
+NAMES += ("CheckpointedReentrant", "DisabledChild", "MixedTypes", "Dropout")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("name", NAMES)
 @on_ranks(4)
 def test_numbers_stay_to_the_bit(name: str) -> None:
     """Losses, gradients and parameters of three steps of AdamW are equal bit for bit."""

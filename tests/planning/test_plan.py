@@ -74,10 +74,7 @@ def traced_llama(layers: int, **options: Any) -> Trace:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "strategy",
-    [ZERO3, *(pytest.param(s, marks=pytest.mark.long) for s in (ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD))],
-)
+@pytest.mark.parametrize("strategy", [ZERO3, ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD])
 def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     """A plan for ten layers, of which the planner traces four, equals the graphs of all ten."""
     job = Job(llama(10), CPU, solved=False)
@@ -191,12 +188,12 @@ SAVED_ON_HOST = {"activation_offload": True, "batch": 16, "length": 128}  # valu
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        pytest.param({"checkpoint": "none"}, 4, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "selective"}, 3, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "full"}, 3, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "full", **SAVED_ON_HOST}, 4, marks=pytest.mark.long),
+        ({"checkpoint": "none"}, 4),
+        ({"checkpoint": "selective"}, 3),
+        ({"checkpoint": "full"}, 3),
+        ({"checkpoint": "full", **SAVED_ON_HOST}, 4),
         ({**SAVED_ON_HOST}, 4),
-        pytest.param({**SAVED_ON_HOST, "activation_offload": "auto"}, 4, marks=pytest.mark.long),
+        ({**SAVED_ON_HOST, "activation_offload": "auto"}, 4),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -880,7 +877,7 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [pytest.param("llama3-70b", marks=pytest.mark.long), "llama3-405b"])
+@pytest.mark.parametrize("model", ["llama3-70b", "llama3-405b"])
 def test_large_models_are_planned_in_seconds(model: str) -> None:
     """Large models are planned in seconds.
 

@@ -48,11 +48,6 @@ PLANNED = [
     "llava-frozen",
     "resnet",
 ]
-SHORT = {("llava", "inductor"), ("resnet", "aot_eager")}
-"""Families for the short run. They cover a dead layer, two runs of layers with joined kernels, and convolutions.
-
-They also cover buffers, and a model without tokens.
-"""
 
 
 def work_of(name: str, family: Family, **options: Any) -> Workload:
@@ -66,14 +61,7 @@ def work_of(name: str, family: Family, **options: Any) -> Workload:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "inner"),
-    [
-        pytest.param(name, inner, marks=[] if (name, inner) in SHORT else [pytest.mark.long])
-        for inner in ("aot_eager", "inductor")
-        for name in PLANNED
-    ],
-)
+@pytest.mark.parametrize(("name", "inner"), [(name, inner) for inner in ("aot_eager", "inductor") for name in PLANNED])
 def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequest) -> None:
     """A step takes the planned memory.
 

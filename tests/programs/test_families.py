@@ -258,9 +258,7 @@ def test_inductor_training_is_that_of_one_process(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in CHECKPOINTED]
-)
+@pytest.mark.parametrize("name", CHECKPOINTED)
 @on_ranks(2)
 def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
     for mode, outcome in train(name, (EAGER, AOT_EAGER), checkpointed=True).items():

@@ -106,7 +106,7 @@ def largest_difference(model: nn.Module, alone: nn.Module) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2, 4)
 def test_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -138,7 +138,7 @@ def test_training_is_that_of_one_process(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mixer", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["mixer", "llama"])
 @on_ranks(2)
 def test_inductor_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -173,7 +173,7 @@ def assert_one_collective_per_bucket(record: Any, buckets: int) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "own" else [pytest.mark.long]) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_generated_code_computes_gradients_in_place(name: str) -> None:
     """Every matmul that computes a weight's gradient writes it into the reduced bucket, at its offset."""
     from torch._inductor.utils import run_and_get_code

@@ -196,7 +196,7 @@ def test_which_units_are_regions_and_bits(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["Shared", "ManyDropout", "TwoKinds", pytest.param("Views", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["Shared", "ManyDropout", "TwoKinds", "Views"])
 @on_ranks(2)
 def test_inductor(name: str) -> None:
     """With and without regions: the same sums, which kernels may round differently.

@@ -35,7 +35,7 @@ def test_four_ranks() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("factory", [pytest.param(zoo.Uneven, marks=pytest.mark.long), zoo.Scalars])
+@pytest.mark.parametrize("factory", [zoo.Uneven, zoo.Scalars])
 @on_ranks(3)
 def test_three_ranks(factory: type[nn.Module]) -> None:
     data = parity.batches(steps=2)

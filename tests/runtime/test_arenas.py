@@ -114,7 +114,7 @@ class _Demo:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", [EAGER, INDUCTOR])
 def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
     """On two ranks, with short sequences and checkpointing, the demo's model takes at most half of ZeRO-3's."""
     plain, everything, optimizer = (
@@ -127,7 +127,7 @@ def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fake_world", [2], indirect=True)
-@pytest.mark.parametrize("mode", ["aot_eager", pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["aot_eager", INDUCTOR])
 def test_half_of_the_device_memory_for_the_demo(fake_world: int, mode: str) -> None:
     """With saved activations in host memory too, half of ZeRO-3's peak is enough for the demo's model and batch."""
     plain = _Demo(None, mode, checkpointed=False, batch=8)

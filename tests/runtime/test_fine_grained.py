@@ -20,7 +20,6 @@ from mfsdp_compile.passes.phase import Phase
 
 MODULE = {"enable_fine_grained_param_gather": True}
 PARAMETER = {"disable_bucketing": True}
-OFTEN = ["Plain", "Tied", "CalledTwice", "FrozenParameters", "CheckpointedReentrant", "Nested", "GraphBreaks"]
 GATHER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
@@ -38,7 +37,7 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_feature(name: str) -> None:
     """Sums over two ranks do not depend on where a shard ends."""

@@ -24,17 +24,6 @@ from mfsdp_compile.diagnostics.measure import allocated, collectives
 BLOCK = 4 * sum(param.numel() for param in zoo.Block().parameters())
 """Bytes of a block of a ``zoo.Plain``. To join k blocks, ask for half a block less than k."""
 
-OFTEN = [
-    "Plain",
-    "Tied",
-    "FrozenUnit",
-    "CalledTwice",
-    "CheckpointedReentrant",
-    "Nested",
-    "GraphBreaks",
-    "DisabledChild",
-]
-
 
 def joined(blocks: int) -> dict[str, int]:
     return {"unit_bytes": blocks * BLOCK - BLOCK // 2}
@@ -57,7 +46,7 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_feature(name: str) -> None:
     """Joining two of three blocks, or all, gives the same bits.

@@ -400,10 +400,7 @@ def test_flat_steps(name: str, how: str) -> None:
     ("how", "strategies"),
     [
         pytest.param("foreach", ("optim_grads", "HFSDP"), id="foreach"),
-        *(
-            pytest.param(how, tuple(STRATEGIES), id=f"all-{how}", marks=pytest.mark.long)
-            for how in ("for", "foreach", "fused")
-        ),
+        *(pytest.param(how, tuple(STRATEGIES), id=f"all-{how}") for how in ("for", "foreach", "fused")),
     ],
 )
 @on_ranks(4)
@@ -954,9 +951,7 @@ def test_optimizer_state_dict_round_trip() -> None:
     "names",
     [
         pytest.param(("SGD", "AdamW", "NAdam", "ASGD", "Adagrad", "Muon"), id="some"),
-        pytest.param(
-            ("Adam", "Adamax", "RAdam", "Adadelta", "RMSprop", "Rprop"), id="like them", marks=pytest.mark.long
-        ),
+        pytest.param(("Adam", "Adamax", "RAdam", "Adadelta", "RMSprop", "Rprop"), id="like them"),
     ],
 )
 @on_ranks(2)

@@ -90,15 +90,10 @@ def reference(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> list[nn.Param
 
 CELLS = [(name, "optim_grads_params") for name in POLICIES]
 CELLS += [(name, strategy) for name in ("bf16", "bf16, sums in fp32") for strategy in ("no_shard", "optim", "HFSDP")]
-SHORT = {("bf16", "optim_grads_params"), ("fp16", "optim_grads_params"), ("bf16 throughout", "optim_grads_params")}
-SHORT |= {("bf16, sums in fp32", strategy) for strategy in ("no_shard", "optim", "HFSDP")}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.long]) for cell in CELLS],
-)
+@pytest.mark.parametrize(("name", "strategy"), CELLS)
 @on_ranks(4)
 def test_policies(name: str, strategy: str) -> None:
     dtype, policy = POLICIES[name]

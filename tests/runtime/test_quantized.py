@@ -419,18 +419,16 @@ def test_inductor(scaling: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "scaling", ["tensorwise", *(pytest.param(name, marks=pytest.mark.long) for name in ("blockwise", "mxfp8", "nvfp4"))]
-)
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize(
     ("strategy", "sharding", "options"),
     [
         pytest.param("optim_grads_params", {}, {"reshard_after_forward": 2}, id="portions"),
         pytest.param("HSDP optim_grads_params", {}, {}, id="HSDP"),
-        pytest.param("optim_grads_params", {}, {"regions": True}, id="regions", marks=pytest.mark.long),
-        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved", marks=pytest.mark.long),
-        pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {}, id="buffers", marks=pytest.mark.long),
-        pytest.param("optim_grads_params", {"bucket_bytes": 4096}, {}, id="small buckets", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {}, {"regions": True}, id="regions"),
+        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved"),
+        pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {}, id="buffers"),
+        pytest.param("optim_grads_params", {"bucket_bytes": 4096}, {}, id="small buckets"),
     ],
 )
 @on_ranks(4)

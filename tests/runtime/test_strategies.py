@@ -362,14 +362,7 @@ def test_hybrid_group_must_fit_the_mesh() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "optim_grads_params",
-        "HFSDP",
-        *(pytest.param(s, marks=pytest.mark.long) for s in ("optim", "HSDP optim_grads_params")),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "HFSDP", "optim", "HSDP optim_grads_params"])
 @on_ranks(4)
 def test_a_group_of_its_own_for_gathers(strategy: str) -> None:
     arguments = mesh_arguments(strategy)
