@@ -60,14 +60,15 @@ def first_rank(nodes: list[Node]) -> str:
     return next(node.text() for node in nodes if "loss" in node.text())
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("count", "ranks", "sharding"),
     [
-        pytest.param(2, 1, "hsdp", marks=pytest.mark.long),
-        pytest.param(2, 2, "hsdp", marks=pytest.mark.long),
-        pytest.param(2, 2, "hfsdp", marks=pytest.mark.long),
-        pytest.param(4, 1, "fsdp", marks=pytest.mark.long),
+        (2, 1, "hsdp"),
+        (2, 2, "hsdp"),
+        (2, 2, "hfsdp"),
+        (4, 1, "fsdp"),
     ],
 )
 def test_nodes_train_like_one_process(

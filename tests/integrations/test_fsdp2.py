@@ -562,7 +562,7 @@ def test_meta_and_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.long_unless("*-None")
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @on_ranks(2)
 def test_a_script(backend: str | None, tmp_path: Path) -> None:
     """A whole job: meta device, checkpointed and compiled blocks, bfloat16, a restart from a DCP checkpoint."""

@@ -120,7 +120,8 @@ def test_a_root_without_inputs() -> None:
     same(lambda api: steps(model := api.fully_shard(Square()), None, lambda _: model().sum()))
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_a_module_used_several_times(reshard: bool) -> None:
     class Twice(nn.Module):
@@ -161,7 +162,8 @@ class Heads(nn.Module):
         return x, self.second(x)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_outputs_that_no_loss_uses(reshard: bool) -> None:
     def program(api: Any) -> Results:
@@ -232,12 +234,14 @@ class Inside(nn.Module):
         return out(self.layers(into(x)))
 
 
+@pytest.mark.long_unless("*-dtypes0")
 @newer_fsdp2
 @pytest.mark.parametrize(
     "dtypes",
     [
         (torch.bfloat16, torch.float32),
-        *(pytest.param(each, marks=pytest.mark.long) for each in (None, (torch.bfloat16, None))),
+        None,
+        (torch.bfloat16, None),
     ],
 )
 @on_ranks(2)
@@ -363,13 +367,15 @@ def chunk_steps(model: Chunked, count: int = 3) -> Results:
     return results
 
 
+@pytest.mark.long_if("*-True-False", "*-False-True")
 @newer_fsdp2
 @pytest.mark.parametrize(
     ("reshard", "tied"),
     [
         (True, True),
         (False, False),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True))),
+        (True, False),
+        (False, True),
     ],
 )
 @on_ranks(2)
@@ -433,9 +439,8 @@ def test_a_head_that_stays_for_its_chunks() -> None:
     same(program)
 
 
-@pytest.mark.parametrize(
-    "how", ["composable", *(pytest.param(each, marks=pytest.mark.long) for each in ("utils", None))]
-)
+@pytest.mark.long_unless("*-composable")
+@pytest.mark.parametrize("how", ["composable", "utils", None])
 @on_ranks(2)
 def test_two_forwards_one_backward(how: str | None) -> None:
     """As in preference learning; units inside units, recomputed."""
@@ -467,11 +472,14 @@ def test_two_forwards_without_the_head() -> None:
     same(program, SEVERAL_FORWARDS)
 
 
+@pytest.mark.long_unless("*-True-True")
 @pytest.mark.parametrize(
     ("stay", "explicit"),
     [
         (True, True),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True), (False, False))),
+        (True, False),
+        (False, True),
+        (False, False),
     ],
 )
 @on_ranks(2)
@@ -697,13 +705,14 @@ def test_wrong_prefetch() -> None:
 # -- freezing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-False-True", "*-True-False")
 @pytest.mark.parametrize(
     ("later", "recompute"),
     [
         (False, False),
         (True, True),
-        pytest.param(False, True, marks=pytest.mark.long),
-        pytest.param(True, False, marks=pytest.mark.long),
+        (False, True),
+        (True, False),
     ],
 )
 @on_ranks(2)
@@ -774,7 +783,8 @@ def test_layers_are_unfrozen_in_a_module_that_is_not_sharded() -> None:
     same(program)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_frozen_modules_used_several_times(reshard: bool) -> None:
     class Loop(nn.Module):

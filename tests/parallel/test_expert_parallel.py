@@ -201,9 +201,8 @@ def check_parity(mesh: str, microbatches: int = 1, compiled_too: Sequence[bool] 
             assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True)), "eager and compiled differ"
 
 
-@pytest.mark.parametrize(
-    "compiled_too", [(), *(pytest.param((too,), marks=pytest.mark.long) for too in (False, True))], ids=str
-)
+@pytest.mark.long_unless("*-()")
+@pytest.mark.parametrize("compiled_too", [(), *((too,) for too in (False, True))], ids=str)
 @on_ranks(4)
 def test_gradients_of_one_process(compiled_too: tuple[bool, ...]) -> None:
     check_parity("2 x 2", compiled_too=compiled_too)
@@ -235,14 +234,14 @@ def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
     check_against(train_alone(), mesh, EAGER, checkpointed=False)
 
 
+@pytest.mark.long_unless("*-1 x 4-eager")
 @pytest.mark.parametrize(
     ("mesh", "mode"),
     [
         ("1 x 4", EAGER),
-        *(
-            pytest.param(*row, marks=pytest.mark.long)
-            for row in [("1 x 4", AOT_EAGER), ("2 x 2", EAGER), ("2 x 2", AOT_EAGER)]
-        ),
+        ("1 x 4", AOT_EAGER),
+        ("2 x 2", EAGER),
+        ("2 x 2", AOT_EAGER),
     ],
 )
 @on_ranks(4)
@@ -336,7 +335,8 @@ def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_experts_whose_matrices_are_cut(mode: str) -> None:
     """Two ranks share three experts, so that the second one is cut."""
@@ -753,12 +753,10 @@ def test_the_table_in_the_docs() -> None:
     assert "\n".join(table()) in "\n".join(found), "the table should be\n" + "\n".join(table())
 
 
-@pytest.mark.long_unless("*-eager-False")
+@pytest.mark.long_unless("*-2 x 2-eager-False")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
-@pytest.mark.parametrize(
-    "mesh", ["2 x 2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1 x 4", "4 x 1", "HSDP 2 x 1 x 2"))]
-)
+@pytest.mark.parametrize("mesh", ["2 x 2", "1 x 4", "4 x 1", "HSDP 2 x 1 x 2"])
 @on_ranks(4)
 def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> None:
     assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)

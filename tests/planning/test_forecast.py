@@ -127,13 +127,14 @@ def host_arena() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long_unless("default")
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"regions": False}, marks=pytest.mark.long),
-        pytest.param({"memory_budget": "68MiB"}, marks=pytest.mark.long),
-        pytest.param({"inner": "inductor"}, marks=pytest.mark.long),
+        {"regions": False},
+        {"memory_budget": "68MiB"},
+        {"inner": "inductor"},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )

@@ -344,15 +344,15 @@ def ends_elsewhere(where: str, rank: int, port: int, root: str, said: Connection
         said.send((text, time.monotonic() - begun))
 
 
-@pytest.mark.long_if("in a save, stopped")
+@pytest.mark.long_unless("before a save, killed", "before a barrier, killed")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "where",
     [
         "before a barrier, killed",
         "before a save, killed",
-        pytest.param("before a reset, killed", marks=pytest.mark.long),
-        pytest.param("in a save, killed", marks=pytest.mark.long),
+        "before a reset, killed",
+        "in a save, killed",
         "in a save, stopped",
     ],
 )

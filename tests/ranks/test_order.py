@@ -72,11 +72,7 @@ ASTRAY = [
 @pytest.mark.long_unless("*-way0-*")
 @pytest.mark.parametrize(
     ("strategy", "way", "known"),
-    [
-        pytest.param(*case, known, marks=[pytest.mark.long] if known and case is not ASTRAY[0] else [])
-        for case in ASTRAY
-        for known in (False, True)
-    ],
+    [(*case, known) for case in ASTRAY for known in (False, True)],
 )
 @on_ranks(2, timeout=90)
 def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known: bool) -> None:
@@ -238,13 +234,14 @@ def total(model: Any, x: Tensor) -> Tensor:
     return found[0]
 
 
-@pytest.mark.long_if("*-True")
+@pytest.mark.long_unless("*-eager-False")
 @pytest.mark.parametrize(
     ("mode", "known"),
     [
         (EAGER, False),
         (AOT_EAGER, True),
-        *(pytest.param(*row, marks=pytest.mark.long) for row in ((EAGER, True), (AOT_EAGER, False))),
+        (EAGER, True),
+        (AOT_EAGER, False),
     ],
 )
 @on_ranks(2, timeout=90)

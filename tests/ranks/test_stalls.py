@@ -128,7 +128,7 @@ def test_one_rank_evaluates(mode: str) -> None:
 
 
 @pytest.mark.long_unless("*-eager")
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @on_ranks(2, timeout=120)
 def test_one_rank_leaves_out_its_backward(mode: str) -> None:
     """If one rank skips its backward (``if loss.isnan(): continue``), the other gets an error in its own backward."""
@@ -146,7 +146,7 @@ def test_one_rank_leaves_out_its_backward(mode: str) -> None:
 
 
 @pytest.mark.long_unless("*-eager")
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @on_ranks(2, timeout=120)
 def test_one_rank_takes_another_branch(mode: str) -> None:
     training = Training(mode)

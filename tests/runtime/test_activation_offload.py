@@ -21,12 +21,11 @@ from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.runtime.memory import host
 
 OFFLOADED: dict[str, Any] = {"activation_offload": True, "activation_offload_least": 1}
-SHORT = [zoo.Plain, zoo.Checkpointed]
-LONG = [zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused]
+MODELS = [zoo.Plain, zoo.Checkpointed, zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused]
 
 
 @pytest.mark.long_unless("*-Plain")
-@pytest.mark.parametrize("model", [*SHORT, *(pytest.param(model, marks=pytest.mark.long) for model in LONG)])
+@pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
 def test_same_numbers(model: type[nn.Module]) -> None:
     """Bitwise as in the eager path, which offloads nothing: with units in the graph, and with regions."""

@@ -163,7 +163,6 @@ CASES: dict[str, Case] = {
     "checkpointed": plain(BF16_PARAMS, zoo.Checkpointed),
     "called twice": plain(BF16_PARAMS, zoo.CalledTwice),
 }
-FAST = {("output", AOT_EAGER), ("norms in fp32", AOT_EAGER), ("structures", AOT_EAGER)}
 
 
 def theirs(case: Case) -> nn.Module:
@@ -213,11 +212,7 @@ def assert_equal(a: tuple[list[Tensor], dict[str, Tensor]], b: tuple[list[Tensor
 @pytest.mark.long_unless("*-eager", "*-structures-*")
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[] if mode == EAGER or (name, mode) in FAST else [pytest.mark.long])
-        for mode in (EAGER, AOT_EAGER)
-        for name in CASES
-    ],
+    [(name, mode) for mode in (EAGER, AOT_EAGER) for name in CASES],
 )
 @on_ranks(2)
 def test_as_fsdp2(name: str, mode: str) -> None:
@@ -372,7 +367,8 @@ def test_autocast_around() -> None:
     assert_equal(train(under(call), model), train(under(reference), reference))
 
 
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_accumulation_as_fsdp2(mode: str) -> None:
     """Whole gradients are summed in float32 over microbatches and reduced once, in float32."""

@@ -191,7 +191,7 @@ def _local_gradients(bucket: Any) -> list[Tensor]:
         (AOT_EAGER, "optim"),
         (AOT_EAGER, "optim_grads_params"),
         *(
-            pytest.param(mode, strategy, marks=pytest.mark.long)
+            (mode, strategy)
             for mode in (EAGER, AOT_EAGER)
             for strategy in ("no_shard", "optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP")
         ),

@@ -107,8 +107,8 @@ def test_the_end_of_a_matrix_whole_ones_and_the_start_of_one() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long_if("4-*")
-@pytest.mark.parametrize("mode", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.long_unless("2-aot_eager")
+@pytest.mark.parametrize("mode", [AOT_EAGER, INDUCTOR])
 @on_ranks(2, 4)
 def test_training_is_that_of_whole_matrices(mode: str) -> None:
     data = parity.batches(2)
@@ -152,7 +152,8 @@ class OneStack(nn.Module):
         return (F.gelu(x @ self.experts.mT) @ self.experts).square().mean()
 
 
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_steps_are_those_of_fsdp2(mode: str) -> None:
     """FSDP2 gives two experts to one rank and one to the other."""
@@ -186,7 +187,8 @@ class Wide(zoo.Plain):
         super().__init__(width=32, layers=1)
 
 
-@pytest.mark.parametrize("modes", [(EAGER,), pytest.param((EAGER, AOT_EAGER), marks=pytest.mark.long)])
+@pytest.mark.long_if("*-modes1")
+@pytest.mark.parametrize("modes", [(EAGER,), (EAGER, AOT_EAGER)])
 @on_ranks(2)
 def test_gathers_in_float8(modes: tuple[str, ...]) -> None:
     """Rows with scales of their own may be cut from their matrix; matrices with one scale stay whole."""
@@ -332,9 +334,8 @@ def test_clipping_counts_all_rows() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), same.grad)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["optim_grads_params", *(pytest.param(name, marks=pytest.mark.long) for name in ("no_shard", "HFSDP"))]
-)
+@pytest.mark.long_unless("*-optim_grads_params")
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "HFSDP"])
 @on_ranks(4)
 def test_values_made_by_rank_are_those_of_one_process(strategy: str) -> None:
     with torch.device("meta"):
@@ -373,10 +374,11 @@ def resume(root: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long_unless("4-loaded_by0")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
-    [(4, (3,)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.long) for n in (1, 2, 3, 4))],
+    [(4, (3,)), *((n, (1, 2, 3, 4)) for n in (1, 2, 3, 4))],
 )
 def test_saved_by_any_ranks_loaded_by_any(
     saved_by: int, loaded_by: tuple[int, ...], pools: Pools, tmp_path: Path

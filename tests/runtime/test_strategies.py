@@ -167,11 +167,7 @@ class TwoMatrices(nn.Module):
 @pytest.mark.long_unless("*-optim-eager")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [
-        pytest.param(s, m, marks=[pytest.mark.long] if m == EAGER and s.startswith("H") else [])
-        for s in STRATEGIES
-        for m in (EAGER, AOT_EAGER)
-    ],
+    [(s, m) for s in STRATEGIES for m in (EAGER, AOT_EAGER)],
 )
 @on_ranks(4)
 def test_communication_of_a_step(strategy: str, mode: str) -> None:

@@ -425,7 +425,8 @@ def test_tensor_parallel_and_expert_parallel() -> None:
         assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0, kind
 
 
-@pytest.mark.parametrize("kind", ["Linear", pytest.param("LayerNormMLP", marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-Linear")
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks(2)
 def test_param_dtype(kind: str, recipe: str) -> None:

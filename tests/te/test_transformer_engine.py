@@ -327,7 +327,8 @@ def test_what_is_refused() -> None:
         layer.backward_dw()
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.long_unless("*-Linear")
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_param_dtype(kind: str) -> None:
     """Float32 layers with ``param_dtype`` compute what bfloat16 layers of the same weights do."""
