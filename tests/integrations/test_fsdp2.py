@@ -174,7 +174,6 @@ def test_same_as_fsdp2(make: Callable[[Any], Net]) -> None:
     assert theirs == train(make(fsdp2))
     model = make(fsdp2)
     assert theirs == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("reshard", [None, False, True])
@@ -188,7 +187,6 @@ def test_compiled_before_it_is_sharded(reshard: bool | None) -> None:
     assert train(by_block(fsdp)) == train(model)
     records = model.layers[0]._mfsdp_window.runtime.owner.compiled_graphs
     assert len(records) == 1, "equal layers share code"
-    torch.compiler.reset()
 
 
 @contextlib.contextmanager
@@ -252,7 +250,6 @@ def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
     stay = sum("kept for backward" in line for line in lines)
     assert stay == {False: 4, None: 1}.get(reshard, 0), "backward does not need the embedding"
     assert sum("one of 2 portions" in line for line in lines) == (4 if reshard == 2 else 0)
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -278,7 +275,6 @@ def test_units_differ() -> None:
     model = made()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
     assert reference == train(model, call, steps=2)
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -474,7 +470,6 @@ def test_divide_factor_and_hook() -> None:
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     with pytest.raises(Exception, match="set_all_reduce_hook"):
         call(torch.randn(6, 8))
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -612,7 +607,6 @@ def test_policies_by_module(dtypes: dict[str, Any]) -> None:
     assert expected == train(made(fsdp2))
     model = made(fsdp2)
     assert expected == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
-    torch.compiler.reset()
 
 
 @on_ranks(2)

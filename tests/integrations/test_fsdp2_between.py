@@ -134,7 +134,6 @@ def test_kinds_of_models_used_between_calls() -> None:
     torch.manual_seed(0)
     model = three(fsdp2, lambda block: (list(block.parameters()), block.compile(backend="aot_eager")))
     assert_same(steps(model, mine(4, WIDTH)), expected)
-    torch.compiler.reset()
 
 
 @on_ranks(2)

@@ -1027,7 +1027,6 @@ def test_models_without_parameters() -> None:
     model = fsdp2.fully_shard(Sum())
     compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     assert torch.equal(compiled(torch.ones(2), [torch.ones(2)]), torch.full((2,), 2.0))
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -1199,7 +1198,6 @@ def test_values_that_were_not_given(compiled: bool) -> None:
     with torch.no_grad():
         model[1][2].bias.fill_(0.5)
     assert call(torch.randn(2, 8)).isfinite().all()
-    torch.compiler.reset()
 
 
 @on_ranks(2)

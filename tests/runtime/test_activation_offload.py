@@ -47,7 +47,6 @@ def test_inductor() -> None:
     plain = train_sharded(zoo.Plain, INDUCTOR, data, regions=False)
     torch.compiler.reset()
     assert_bitwise(plain, train_sharded(zoo.Plain, INDUCTOR, data, regions=False, **OFFLOADED))
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -66,7 +65,6 @@ def test_blocks_compiled_alone() -> None:
 
     for plain, offloaded in zip(gradients(), gradients(**OFFLOADED), strict=True):
         assert torch.equal(plain, offloaded)
-    torch.compiler.reset()
 
 
 class copies:
@@ -198,4 +196,3 @@ def test_refused_for_cuda_graphs() -> None:
     with pytest.raises(Exception, match=r"options\['activation_offload'\] copies saved values"):
         call(torch.randn(6, 8))
     model(torch.randn(6, 8)).backward()
-    torch.compiler.reset()

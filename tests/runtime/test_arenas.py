@@ -122,7 +122,6 @@ def test_half_of_the_device_memory(fake_world: int, mode: str) -> None:
     )
     assert everything <= plain / 2
     assert optimizer <= 2 * plain / 3
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -136,7 +135,6 @@ def test_half_of_the_device_memory_for_the_demo(fake_world: int, mode: str) -> N
     options = {"activation_offload": True, "memory_budget": peak // 2}
     half = _Demo(CPUOffloadPolicy(), mode, checkpointed=False, batch=8, **options)
     assert half.device_bytes() <= peak // 2
-    torch.compiler.reset()
 
 
 @pytest.mark.long

@@ -89,7 +89,6 @@ def test_same_numbers(model: type[nn.Module]) -> None:
     offloaded = [train_sharded(model, mode, data, sharding=OFFLOADED) for mode in (EAGER, AOT_EAGER)]
     for run in offloaded:
         assert_bitwise(plain, run)
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -109,7 +108,6 @@ def test_accumulation_in_lower_precision(sync: bool) -> None:
     )
     for run in offloaded:
         assert_bitwise(plain, run)
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -124,7 +122,6 @@ def test_hybrid() -> None:
     )
     for run in offloaded:
         assert_bitwise(plain, run)
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -134,7 +131,6 @@ def test_inductor() -> None:
     data = batches(2)
     plain, offloaded = (train_sharded(zoo.Plain, INDUCTOR, data, sharding=each) for each in ({}, OFFLOADED))
     assert_bitwise(plain, offloaded)
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -196,7 +192,6 @@ def test_copies() -> None:
                 ("B to host memory", len(buckets)),
             ):
                 assert schedule.count(phrase) == count
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -213,7 +208,6 @@ def test_some_units() -> None:
         model(data).backward()
     for a, b in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local())
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -231,7 +225,6 @@ def test_blocks_compiled_one_by_one() -> None:
         assert counted.order.count("offload") == (len(sharded.sharded.buckets) if sharding else 0)
         found.append([param.grad.to_local() for param in sharded.parameters()])
     assert all(map(torch.equal, *found))
-    torch.compiler.reset()
 
 
 @on_ranks(2)

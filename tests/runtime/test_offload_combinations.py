@@ -133,7 +133,6 @@ def test_what_stays_gathered(policy: Any, mode: str) -> None:
         (_kept, {}),
     ):
         assert_same(steps(Trained(mode=EAGER, **sharding)), steps(Trained(policy, mode, **sharding)))
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -144,7 +143,6 @@ def test_portions(policy: Any, mode: str) -> None:
     """Backward gathers portions over two of four ranks, which are on the device."""
     sharding = {"reshard_after_forward": 2}
     assert_same(Trained(mode=EAGER, **sharding).train(), Trained(policy, mode, **sharding).train())
-    torch.compiler.reset()
 
 
 @policies

@@ -86,7 +86,6 @@ def test_one_rank(strategy: int, compiled: bool) -> None:
     for ours, theirs in zip(sharded.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
     assert started() == before
-    torch.compiler.reset()
 
 
 @pytest.mark.long_if("*-True")
@@ -107,4 +106,3 @@ def test_a_dimension_of_one_rank(compiled: bool) -> None:
             assert started() == before
             for ours, theirs in zip(results, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    torch.compiler.reset()

@@ -43,7 +43,6 @@ def test_same_numbers(model: type[nn.Module]) -> None:
     plain = train_sharded(model, EAGER, data)
     for mode in (EAGER, AOT_EAGER):
         assert_bitwise(plain, train_sharded(model, mode, data, sharding=OFFLOADED))
-    torch.compiler.reset()
 
 
 def trained(
@@ -81,7 +80,6 @@ def test_strategies(strategy: int) -> None:
     )
     for run in offloaded:
         assert all(map(torch.equal, plain, run))
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -96,7 +94,6 @@ def test_two_dimensions(kind: str) -> None:
     )
     for run in offloaded:
         assert_bitwise(plain, run)
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -129,7 +126,6 @@ def test_copies() -> None:
             schedule = "\n".join(itertools.chain(*model.sharded.compiled_graphs[0].schedules.values()))
             assert "from host memory" not in schedule
             assert schedule.count("B to host memory") == len(buckets)
-    torch.compiler.reset()
 
 
 @pytest.mark.long_unless("*-eager")
@@ -148,7 +144,6 @@ def test_inference_mode(mode: str) -> None:
         optimizer.step()
     with torch.inference_mode():
         assert torch.equal(call(batch), plain(batch))
-    torch.compiler.reset()
 
 
 @pytest.mark.long
@@ -180,7 +175,6 @@ def test_by_unit() -> None:
     assert f"the device keeps copies of shards, {bytes_text(copied)}" in explained
     report = forecast.report(call)
     assert dict(report.headline)["host memory"].endswith(f"{host_text(on_host)} (predicted)")
-    torch.compiler.reset()
 
 
 @on_ranks(2)
