@@ -42,8 +42,8 @@ from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits
 from mfsdp_compile.planning.planner import planned, problem_of
 from mfsdp_compile.planning.trace_model import Trace, trace
-from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
 """Machines that compute equally fast, with 400 and 100 Gb/s per GPU between nodes. One node uses neither network."""

@@ -31,7 +31,7 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.processes import run_ranks
-from mfsdp_compile.runtime import model
+from mfsdp_compile.runtime.model.sharded_model import sharded_model as model
 from mfsdp_compile.runtime.ranks import agreement, store_tree
 
 CONNECTIONS = 16

@@ -33,7 +33,7 @@ from torch import Tensor
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.demo.corpus import ByteText, standard_library
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.runtime.eager import engine
+from mfsdp_compile.runtime.eager import reducing
 
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 TENSORWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="tensorwise")
@@ -74,8 +74,8 @@ def emulated(name: str) -> Iterator[None]:
     if not name.startswith("reduce"):
         yield
         return
-    pack = engine.pack
-    with mock.patch.object(engine, "pack", rounded):
+    pack = reducing.pack
+    with mock.patch.object(reducing, "pack", rounded):
         yield
 
 

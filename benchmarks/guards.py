@@ -19,9 +19,9 @@ import torch
 from common import Config, batch_of, build, median, run, synchronize
 
 from mfsdp_compile import fully_shard_optimizer
-from mfsdp_compile.runtime.grad_sync import GradSync
 from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.ranks.journal import Journal
+from mfsdp_compile.runtime.step.grad_sync import GradSync
 
 SYSTEMS = ("mfsdp compiled", "mfsdp eager")
 WATCHED = ((Journal, "note"), (profiling, "expect"), (GradSync, "before_step"))

@@ -37,9 +37,9 @@ from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import Trace, trace
-from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 __all__ = ["GIB", "run"]
 

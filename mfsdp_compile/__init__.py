@@ -13,7 +13,7 @@ if elsewhere() is not None:
     # This is a checkout that is imported in place: the package is not installed, or the installed one is an editable
     # installation of another checkout, which would supply its ``passes`` and ``runtime`` to this package. The right
     # ones are next to this folder, where pyproject.toml maps them from.
-    if (CHECKOUT / "runtime" / "layout.py").is_file():
+    if (CHECKOUT / "runtime" / "owner.py").is_file():
         __path__.append(str(CHECKOUT))
     if (_other := elsewhere()) is not None:
         raise ImportError(
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
+    from .runtime.geometry.placements import ShardingStrategy
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
-    from .runtime.precision import MixedPrecisionPolicy
-    from .runtime.topology import ShardingStrategy
+    from .runtime.plan.precision import MixedPrecisionPolicy
     from .wrapper import MegatronFSDP
 
 _PLACES = {
@@ -43,10 +43,10 @@ _PLACES = {
     "FSDPDistributedIndex": "distributed_index",
     "FullyShardedDataParallel": "megatron",
     "MegatronFSDP": "wrapper",
-    "MixedPrecisionPolicy": "runtime.precision",
+    "MixedPrecisionPolicy": "runtime.plan.precision",
     "OptimizerOffloadPolicy": "runtime.plan.offload",
     "ScheduleError": "passes.verifier.verify",
-    "ShardingStrategy": "runtime.topology",
+    "ShardingStrategy": "runtime.geometry.placements",
     "capture_step": "cuda_graphs",
     "explain": "diagnostics.explain",
     "fully_shard": "api",

@@ -19,22 +19,29 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.geometry.bucket_plan import Offload
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
-from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.memory.host import Offload
+from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
+from mfsdp_compile.runtime.plan.precision import (
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    Policies,
+    PolicyArgument,
+    Scaling,
+)
 from mfsdp_compile.runtime.plan.units import Unit, UnitModules
-from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
-from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .distributed_index import FSDPDistributedIndex
 from .progress import working

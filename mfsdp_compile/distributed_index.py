@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.plan.meshes import build_topology, sub_mesh
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 __all__ = ["FSDPDistributedIndex"]
 

@@ -42,17 +42,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Shard
 
-from mfsdp_compile.runtime import compat, recovery
-from mfsdp_compile.runtime.eager.engine import EagerPolicy, EagerUnit
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import is_sharded, owner_of, register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
+from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
+from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.init import meta
-from mfsdp_compile.runtime.memory.tensor import is_homeless
-from mfsdp_compile.runtime.model import ShardedModel, note_values
+from mfsdp_compile.runtime.memory.bucket import is_homeless
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, note_values, recovery
 from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.plan.references import tie_again
-from mfsdp_compile.runtime.topology import Accumulation
 
 from .api import fully_shard_model
 from .backend.options import INNER_COMPILERS
@@ -320,7 +320,7 @@ class FSDPModule:
         state = _state(self)
         if not state.model.eager.is_in_window:
             state.model.leave_backward()
-        handle = _Unshard(state.model.eager.unshard(state.units))
+        handle = _Unshard(state.model.eager.gathering.unshard(state.units))
         if async_op:
             return handle
         handle.wait()
@@ -329,7 +329,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Release the module's own gathered parameters."""
         state = _state(self)
-        state.model.eager.reshard(state.units)
+        state.model.eager.gathering.reshard(state.units)
 
     @_setting
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.rows import contiguous_strides
+from mfsdp_compile.runtime.geometry.rows import contiguous_strides
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
 __all__ = [

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime import compat, recovery
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
 from mfsdp_compile.runtime.owner import name_of
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies, PolicyArgument
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy
 
 from .backend.options import parse_bytes
 from .backend.verify_step import StepComparison, compare_step
@@ -235,7 +235,7 @@ class MegatronFSDP(nn.Module):
             ValueError: If ``force_all_reduce`` is True and the strategy shards anything: a rank has no use for
                 gradients of rows that it does not hold.
         """
-        if force_all_reduce and self.sharded.topology.strategy is not ShardingStrategy.NO_SHARD:
+        if force_all_reduce and self.sharded.topology.over_inner.shards:
             raise ValueError(
                 "force_all_reduce=True asks for full gradients on every rank, but with "
                 f"zero_dp_strategy={self.sharded.topology.strategy.name.lower()!r} each rank holds only its own rows "
@@ -461,7 +461,9 @@ class MegatronFSDP(nn.Module):
             )
         if not self.sharded.eager.is_in_window:
             self.sharded.leave_backward()
-        wait = self.sharded.eager.unshard([unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}])
+        wait = self.sharded.eager.gathering.unshard(
+            [unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}]
+        )
         if wait_bucket_ready:
             wait()
 

@@ -2,7 +2,7 @@
 
 A graph with collectives or gradients first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of
 the graph, so code loaded from a compile cache announces its schedule too, whichever process compiled it.
-:mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and
+:mod:`mfsdp_compile.runtime.step.graph_runs` consumes the call at run time: it compares schedules between ranks and
 records them for hang reports.
 
 ``used`` lists the parameters for which a backward computes gradients. The other parameters have no gradient on any
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.geometry.layout import BucketLayout
 
 from .context import Context, Report
 from .listing import collectives
@@ -48,7 +48,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def _used(graph: fx.Graph, context: Context) -> str:
     """Return the parameters that a backward graph has gradients for.
 
-    :func:`mfsdp_compile.runtime.ranks.graph_runs.parse_used` parses the result.
+    :func:`mfsdp_compile.runtime.step.graph_runs.parse_used` parses the result.
     """
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
     everything = (1 << len(tangents)) - 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from . import roles
 from .context import Context
@@ -39,7 +39,7 @@ class SchedulePoint(NamedTuple):
     """A node where a collective starts or ends, or a bucket becomes whole without one.
 
     Args:
-        what, bucket, number: See :class:`~mfsdp_compile.runtime.schedule_text.ScheduleLine`; ``bucket`` is the index of
+        what, bucket, number: See :class:`~mfsdp_compile.runtime.schedule.text.ScheduleLine`; ``bucket`` is the index of
             the bucket in the context.
     """
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime import quantize
-from mfsdp_compile.runtime.exchange import Exchange, Overlap
-from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.exchange import Exchange, Overlap
+from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from mfsdp_compile.runtime.program_lines import warn
 
 from .decisions import Decisions

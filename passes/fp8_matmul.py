@@ -4,7 +4,7 @@ Before                                              After
     q = mfsdp.unshard(L_q_weight)                       q = mfsdp.unshard(L_q_weight)
     linear = torch.nn.functional.linear(x, q, bias)            fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
 
-The operator is composite; see :mod:`mfsdp_compile.runtime.fp8_linear`. In the joint graph it is quantizations and
+The operator is composite; see :mod:`mfsdp_compile.runtime.formats.fp8_linear`. In the joint graph it is quantizations and
 products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what computes
 them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be saved.
 
@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
-from mfsdp_compile.runtime.quantize import MULTIPLIED
+from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
+from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from .context import Context, NodeKind, Report, role_of
 from .roles import FP8

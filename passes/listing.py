@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime import quantize
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from . import roles
 from .changes import points

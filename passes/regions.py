@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.quantize import MULTIPLIED
+from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from .decisions import Ahead, Behind, Decisions, Limit, Why
 from .phase import Phase

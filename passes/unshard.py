@@ -10,7 +10,7 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 
 ``torch.cond`` and other operators with bodies refuse operands that share memory, so they get copies.
 
-A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an anchor,
+A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values: an anchor,
 data and a scale.
 
     parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase

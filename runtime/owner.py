@@ -1,4 +1,4 @@
-"""The sharded model, as its buckets, its eager path, its compiled graphs and its optimizers see it.
+"""Who owns what: references between a sharded model, its parts, its parameters and modules.
 
 References go one way, so that the memory of a model is freed with the last reference to it, without Python's garbage
 collector::
@@ -7,32 +7,23 @@ collector::
         -> the sharded model -> its eager path -> its units -> their buckets -> memory
 
 What points the other way is weak: from a bucket to its model (:class:`Owned`), from a parameter to its bucket
-(:class:`~.memory.bucket.Home`), from anything to a module (:class:`ModuleRef`).
+(:class:`~.memory.bucket.Home`), from anything to a module (:class:`ModuleRef`). What a part needs of its model is a
+protocol beside the part (``BucketOwner``, ``EagerOwner``): parts do not know the model's class.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
-
-if TYPE_CHECKING:
-    from .eager.engine import EagerRuntime
-    from .grad_sync import GradSync
-    from .memory.bucket import Bucket
-    from .memory.comm_buffers import BufferPool
-    from .optim.step_tracker import StepTracker
-    from .optim.tracking import Optimizers
-    from .ranks.conduct import Conduct
 
 __all__ = [
     "ModuleRef",
     "Owned",
-    "Owner",
     "ignore",
     "name_of",
     "owner_of",
@@ -42,69 +33,16 @@ __all__ = [
 ]
 
 
-class Owner(Protocol):
-    """The object that owns buckets: a :class:`~mfsdp_compile.runtime.model.ShardedModel`.
-
-    Attributes:
-        buckets: The buckets, in the order of their units.
-        conduct: Announces collectives and compares them with those of other ranks.
-        grad_sync: Decides when gradients are reduced, and keeps track of the running backward.
-        step_tracker: Notices optimizer steps that a rank skips or does not finish.
-        optimizers: The optimizers that hold its parameters.
-        comm_buffers: Its communication buffers.
-        eager: Its eager path.
-    """
-
-    buckets: tuple[Bucket, ...]
-    conduct: Conduct
-    grad_sync: GradSync
-    step_tracker: StepTracker
-    optimizers: Optimizers
-    comm_buffers: BufferPool
-    eager: EagerRuntime
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients are zeroed where they would be dropped."""
-
-    def leave_backward(self) -> None:
-        """A forward begins: a backward that was entered and not finished must have raised.
-
-        After a failure, raises unless all ranks have failed in the same place.
-        """
-
-    def failed(self, error: BaseException) -> None:
-        """A forward, or a collective in backward, has raised."""
-
-    def check_complete(self) -> None:
-        """Raise if the model has parameters that are in no bucket."""
-
-    def refresh(self, ahead: bool = False) -> None:
-        """Start gathering stale residents, possibly ahead of the forward that uses them."""
-
-    def await_gathers(self) -> None:
-        """Wait for the gathers that :meth:`refresh` has started."""
-
-    def zero_gradients(self, set_to_none: bool, kept: Collection[int] | None) -> None:
-        """Zero or drop gradients of parameters whose ``id`` is not in ``kept``."""
-
-    def shared_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that all ranks have, by name."""
-
-    def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
-        """A compiled graph is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
-
-    def label_modules_of(self, *buckets: Bucket) -> None:
-        """Make changes of buckets visible to Dynamo's guards."""
+OwnerT = TypeVar("OwnerT")
 
 
-class Owned:
+class Owned(Generic[OwnerT]):
     """A part of a sharded model, which the model keeps alive, and not the other way round."""
 
-    _owner: weakref.ref[Owner]
+    _owner: weakref.ref[OwnerT]
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> OwnerT:
         """The sharded model, which sets this attribute.
 
         Raises:
@@ -114,7 +52,7 @@ class Owned:
         return refuse_dropped() if owner is None else owner
 
     @owner.setter
-    def owner(self, owner: Owner) -> None:
+    def owner(self, owner: OwnerT) -> None:
         self._owner = weakref.ref(owner)
 
 
@@ -147,15 +85,15 @@ class ModuleRef:
         return self if module is None else ModuleRef(copy.deepcopy(module, memo))
 
 
-def owners_of(buckets: Iterable[Bucket]) -> list[Owner]:
-    """Return the owners of ``buckets``, each once, in order."""
+def owners_of(buckets: Iterable[Owned[Any]]) -> list[Any]:
+    """Return the models that own ``buckets``, each once, in order. What the caller needs of them is its own protocol."""
     return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
 
 
 class _Ignored(NamedTuple):
     """The model that ignores a parameter (``ignored_params``), and the parameter's name there."""
 
-    owner: weakref.ref[Owner]
+    owner: weakref.ref[Any]
     name: str
 
 
@@ -163,7 +101,7 @@ _ignored: Any = WeakIdKeyDictionary()
 """Parameters that models ignore. They are the program's objects, which may be copied and pickled, so nothing is noted on them."""
 
 
-def ignore(owner: Owner, params: Mapping[str, nn.Parameter]) -> None:
+def ignore(owner: object, params: Mapping[str, nn.Parameter]) -> None:
     """Record that ``owner`` has these parameters, by name, but does not shard them."""
     for name, param in params.items():
         _ignored[param] = _Ignored(weakref.ref(owner), name)
@@ -175,11 +113,10 @@ def stop_ignoring(params: Iterable[nn.Parameter]) -> None:
         _ignored.pop(param, None)
 
 
-def owner_of(param: Any) -> Owner | None:
+def owner_of(param: Any) -> Any:
     """Return the model that shards or ignores a parameter; None: there is none."""
     if (home := getattr(param, "mfsdp_home", None)) is not None:
-        owner: Owner = home.bucket.owner
-        return owner
+        return home.bucket.owner
     ignored = _ignored.get(param)
     return ignored.owner() if ignored is not None else None
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime.memory import gradients, host
 from mfsdp_compile.runtime.memory.bucket import Bucket
-from mfsdp_compile.runtime.topology import Topology
 
 HOST, DEVICE = "host", "device"
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
@@ -77,7 +76,7 @@ def arenas() -> Iterator[Arenas]:
         mock.patch.object(host, "empty", marking(host.empty, HOST)),
         mock.patch.object(host, "offload", marking(host.offload, HOST)),
         mock.patch.object(host, "fetch", marking(host.fetch, DEVICE)),
-        mock.patch.object(Topology, "on_device", moved(Topology.on_device)),
+        mock.patch.object(host, "on_device", moved(host.on_device)),
         mock.patch.object(Bucket, "own_part", moved(Bucket.own_part)),
         mode,
     ):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mfsdp_compile.runtime import compat, ops
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.collectives import ops
 
 __all__ = ["is_view", "kernel_in_python", "written"]
 

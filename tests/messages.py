@@ -21,7 +21,7 @@ class Message:
     """Message of a ``raise`` or a ``warn``.
 
     Args:
-        place: File and line, as ``runtime/model.py:120``.
+        place: File and line, as ``runtime/model/sharded_model.py:120``.
         kind: Name of the exception, or ``"warning"``.
         texts: One text if the message is written where it is raised. If a function creates the message, all its texts.
     """

@@ -14,8 +14,8 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
 from mfsdp_compile.passes.solver.step_events import StepOutlines
-from mfsdp_compile.runtime.exchange import Exchange, When
-from mfsdp_compile.runtime.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.geometry.exchange import Exchange, When
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 
 RANKS = 4
 MACHINE = Hardware(

@@ -18,7 +18,7 @@ import zoo
 from torch import Tensor, nn
 
 from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 
 EAGER, AOT_EAGER, INDUCTOR = "eager", "aot_eager", "inductor"
 

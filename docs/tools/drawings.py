@@ -34,11 +34,11 @@ from mfsdp_compile.planning import Candidate, Job, Workload
 from mfsdp_compile.planning.planner import planned, traced_stages
 from mfsdp_compile.report import bytes_text, seconds_text
 from mfsdp_compile.report.timeline import lanes, points, stages
-from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.layout import BucketLayout
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.ranks import profiling
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 __all__ = ["DRAWINGS", "FOLDER"]
 

@@ -42,14 +42,15 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.eager.gathering import as_gathered, refuse_write
+from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.memory.bucket import Bucket, BucketPlan, Home
-from mfsdp_compile.runtime.model import ShardedModel, models_of
+from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, models_of
 from mfsdp_compile.runtime.program_lines import warn
-from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
-from mfsdp_compile.runtime.topology import Topology
+from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
 from .dumps import GraphFolder
 from .lowerings import register_lowerings
@@ -133,7 +134,7 @@ def mfsdp(
         with _telling_models(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
-                    stack.enter_context(owner.eager.for_compiled_code())
+                    stack.enter_context(owner.eager.saved.for_compiled_code())
                 stack.enter_context(graphs.expecting_graph())
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
@@ -144,7 +145,9 @@ def mfsdp(
         for position, argument in escaped.items():
             home: Home = args[argument].mfsdp_home
             (owner,) = models_of([home.bucket])
-            owner.eager.hand_out(as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket)
+            owner.eager.parameters.hand_out(
+                as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket
+            )
 
     return run_served if served else run
 

@@ -17,7 +17,7 @@ from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.fp8_linear import SCALINGS
+from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.nearest import did_you_mean
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]

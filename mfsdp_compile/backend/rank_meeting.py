@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mfsdp_compile.passes.solver.across_ranks import Settled
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.ranks.agreement import has_others
 
 __all__ = ["RankMeeting"]

@@ -25,13 +25,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.run_lineage import Lineage
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
-from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.optim.state import parameter_names
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import owner_of

@@ -81,7 +81,7 @@ class Manifest:
             error.
         versions: Versions of torch, this package and Python.
         rng: Whether it contains the state of the random number generators of each rank.
-        run: The run that wrote it (:class:`~mfsdp_compile.runtime.run_lineage.Lineage`). Empty: a process that converted
+        run: The run that wrote it (:class:`~mfsdp_compile.runtime.model.run_lineage.Lineage`). Empty: a process that converted
             it.
         continues: Runs that this run continued, by loading their checkpoints.
         refused: What was wrong with checkpoints of other runs that these runs could not load, by run.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Home
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.wrapper import MegatronFSDP
 

@@ -22,8 +22,8 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import Policies
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.plan.precision import Policies
 
 from ..backend.compile import bucket_info
 from ..backend.verify_step import unchanged

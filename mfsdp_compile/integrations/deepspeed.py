@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile.runtime.plan.offload import OptimizerOffloadPolicy
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 __all__ = ["KEYS", "ZERO_KEYS", "DeepSpeedArguments", "arguments"]
 

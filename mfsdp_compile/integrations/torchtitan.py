@@ -25,7 +25,7 @@ from torchtitan.distributed import ParallelDims
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.runtime.init.meta import Later
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 __all__ = ["parallelize"]
 

@@ -39,10 +39,10 @@ from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
 from mfsdp_compile.metrics import StepMetrics, StepRecord
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
-from mfsdp_compile.runtime.topology import Topology
 from mfsdp_compile.wrapper import MegatronFSDP
 
 from .accelerate import FOLDER, MfsdpAccelerator

@@ -12,7 +12,7 @@ from torch import nn
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.distributed_index import FSDPDistributedIndex
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, PolicyArgument
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
 from mfsdp_compile.wrapper import MegatronFSDP
 
 from .settings import DistributedDataParallelConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 from .settings import DistributedDataParallelConfig, TransformerConfig, known
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.program_lines import warn
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .settings import (
     CheckpointConfig,

@@ -38,7 +38,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from mfsdp_compile.runtime import compat, differentiable_collectives
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.collectives import differentiable as differentiable_collectives
 
 from .llama import Attention, LlamaConfig, _rotation
 

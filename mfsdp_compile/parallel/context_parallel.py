@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
-from ..runtime import differentiable_collectives
+from ..runtime.collectives import differentiable as differentiable_collectives
 from ..runtime.ranks.agreement import agree
 from .ring_attention import Ring, ring_attention
 

@@ -43,9 +43,9 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime.program_lines import warn
 
+from ..runtime.geometry.topology import Accumulation
 from ..runtime.memory import gradients
 from ..runtime.memory.bucket import Bucket
-from ..runtime.topology import Accumulation
 from ..wrapper import unwrapped
 
 __all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory", "state_of"]

@@ -24,10 +24,10 @@ from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.simulate import host_memory
 from mfsdp_compile.passes.solver.solve import gib
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
-from mfsdp_compile.runtime import quantize
-from mfsdp_compile.runtime.fp8_linear import SCALINGS
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 from . import published
 from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of

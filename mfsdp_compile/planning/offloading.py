@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mfsdp_compile.passes.context import BucketInfo
-from mfsdp_compile.runtime.topology import Topology
+from mfsdp_compile.runtime.geometry.topology import Topology
 
 __all__ = ["EVERY", "NOTHING", "OffloadedUnits", "modules_of", "offload", "step_of", "steps"]
 

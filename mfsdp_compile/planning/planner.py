@@ -26,17 +26,18 @@ from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simula
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
 from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.exchange import Overlap, buffer_bytes
-from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.memory.bucket import Site
+from mfsdp_compile.runtime.geometry.bucket_plan import Site
+from mfsdp_compile.runtime.geometry.exchange import Overlap, buffer_bytes
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
 from mfsdp_compile.runtime.memory.comm_buffers import Sizes as SizesOf
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
-from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies
-from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
 
 from . import offloading, one_f_one_b, published
 from .offloading import EVERY, NOTHING, OffloadedUnits

@@ -35,9 +35,9 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbors, repeated_blocks, resolve_unit_classes
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies
 
 from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload
 

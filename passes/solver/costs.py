@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mfsdp_compile.runtime import compat, quantize
-from mfsdp_compile.runtime.exchange import stride_of
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.exchange import stride_of
 
 from .. import roles
 from ..context import BucketInfo, NodeKind, role_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from ..context import BucketInfo, Context
 from ..decisions import Behind, Decisions, kept_by_policy

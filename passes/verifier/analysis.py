@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from mfsdp_compile.runtime import quantize
+from mfsdp_compile.runtime.formats import quantize
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.geometry.layout import BucketLayout
 
 from .. import roles
 from ..context import role_of

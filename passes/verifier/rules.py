@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime import quantize
-from mfsdp_compile.runtime.exchange import When
-from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
+from mfsdp_compile.runtime.geometry.exchange import When
 
 from .. import roles
 from ..context import NodeKind, region_of, role_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..memory.tensor import UnreducedGradient
-from ..model import ShardedModel
+from ..model.sharded_model import ShardedModel
 
 __all__ = ["Baked", "Fact", "difference", "refuse_optimizers", "static_tensors"]
 

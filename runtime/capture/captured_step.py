@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
-from ..model import ShardedModel
+from ..model.sharded_model import ShardedModel
 from ..program_lines import program_line_of
 from ..ranks.agreement import has_others
 from .addresses import Baked, Fact, difference, refuse_optimizers, static_tensors

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grad_sync import SyncSettings
 from ..memory.bucket import Bucket
 from ..memory.tensor import UnreducedGradient
-from ..model import ShardedModel
+from ..model.sharded_model import ShardedModel
+from ..step.grad_sync import SyncSettings
 
 __all__ = ["HostState"]
 

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..casts import Casts
+from ..formats.casts import Casts
+from ..formats.extension import FORM as EXTENSION
+from ..geometry.partition import Partition
 from ..memory.bucket import Home
-from ..memory.extension import FORM as EXTENSION
-from ..plan.partition import Partition
 from ..program_lines import warn
 from .engine import Window
 
@@ -211,13 +211,13 @@ def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():
             return method(self, *args, **kwargs)
         window: Window = self._mfsdp_window  # type: ignore[assignment]
-        window.runtime.enter(window)
+        window.runtime.pre_forward(window)
         try:
             result = method(self, *args, **kwargs)
         except BaseException as error:
-            window.runtime.leave_failed(window, error)
+            window.runtime.forward_failed(window, error)
             raise
-        window.runtime.leave(window)
+        window.runtime.post_forward(window)
         return result
 
     return run
@@ -318,12 +318,12 @@ def _parameter_property(
             return param
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
-        part = runtime.read(home)
+        part = runtime.parameters.read(home)
         lent = vars(self).get(_LENT) if is_layer else None
         if lent is not None:
             lent.append(part)
             if compat.transformer_engine.writes_gradients(self) and part.ndim > 1:
-                runtime.lend(home, part)
+                runtime.parameters.lend(home, part)
         return part if partition is None else partition.of_part(part)
 
     return property(get)
@@ -335,7 +335,7 @@ def _whole(name: str) -> Callable[[nn.Module], Tensor | None]:
     def get(self: nn.Module) -> Tensor | None:
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
-        return runtime.read_apart(home) if runtime.is_in_use(home.bucket) else None
+        return runtime.parameters.read_apart(home) if runtime.is_in_use(home.bucket) else None
 
     return get
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.rows import RowBox, RowSplit
+from ..geometry.rows import RowBox, RowSplit
 from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:

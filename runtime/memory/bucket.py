@@ -6,10 +6,8 @@ originals     weight [6, 8]                          bias [6]
               |                                      |
 bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full sharding, whole in memory only while in use
                                    |
-flat          this rank's slice, an autograd leaf, in the main dtype
+flat          this rank's slice, an autograd leaf, in the main dtype; see :mod:`.flat_shard`
 params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
-resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
-              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
 shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user. If a parameter is also
               divided over other ranks, its shell has the shape of this rank's part
 """
@@ -17,217 +15,41 @@ shells        full-shape parameters without storage: what Dynamo traces. Never h
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .. import compat, forms, quantize
-from ..exchange import Exchange
-from ..layout import BucketLayout
-from ..owner import ModuleRef, Owned, refuse_dropped
-from ..plan.partition import Partition, local_part
-from ..topology import Accumulation, Topology
-from . import host
-from .comm_buffers import NO_BUFFERS, Buffers
+from .. import compat
+from ..formats import forms
+from ..formats.extension import is_extended
+from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.partition import Partition, local_part
+from ..geometry.topology import Accumulation, Topology
+from ..owner import Owned, refuse_dropped
+from .comm_buffers import BufferPool
 from .deferred_gradients import DeferredGradient
-from .extension import FORM, Extension, is_extended
-from .pickled import places
-from .redistribute import RowMove, move_rows, take_rows, take_rows_of_part
+from .extension import Extension
+from .flat_shard import FlatShard
+from .redistribute import RowMove, announce_at_rest, move_rows, take_rows, take_rows_of_part
 from .replicated import ReplicatedTensor
-from .rows import Backing, RowSplit, contiguous_strides
 from .tensor import (
     NOTED_VALUE,
+    Backing,
     RowShardedTensor,
     UnreducedGradient,
-    is_homeless,
     mark_provisional,
     noted_value,
 )
 
-__all__ = ["Bucket", "BucketPlan", "Home", "Site"]
+__all__ = ["Bucket", "BucketOwner", "Home", "all_buckets", "home_of", "is_homeless"]
 
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several.
-
-    Args:
-        holder: The module, which the site does not keep alive.
-        module_name: Name of the module.
-        attribute: Name of the parameter there.
-    """
-
-    holder: ModuleRef
-    module_name: str
-    attribute: str
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, while a model is planned."""
-        module = self.holder()
-        return refuse_dropped() if module is None else module
-
-    @property
-    def name(self) -> str:
-        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Decisions about a bucket, made before any memory is touched; plain data, equal on all ranks.
-
-    Args:
-        name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
-        unit: Name of the unit.
-        layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
-            holds pairs of real numbers.
-        compute_dtype: Dtype of the gathered parameters.
-        main_dtype: Dtype of the shard, its gradients and the optimizer's state.
-        requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
-            none is.
-        grad_dtype: Dtype in which gradients are accumulated over microbatches.
-        comm_dtype: Dtype in which gradients are reduced.
-        reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
-        scale: Factor applied to reduced gradients.
-        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
-        inspected: Whether gradients are inspected before they are reduced.
-        is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
-            is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
-            itself; see :mod:`.extension`.
-        gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
-        reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
-            it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many
-            portions, and backward gathers these. None: True, except for the bucket that forward uses last, if backward
-            needs it first.
-        keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
-            graphs need, instead of being freed when they are not needed.
-        policy: Position of its mixed-precision policy among the model's.
-        offload: How the shard, its gradients and the optimizer's state are kept in host memory; see :mod:`.host`. None:
-            they are on the device.
-    """
-
-    name: str
-    unit: str
-    layout: BucketLayout
-    model_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    main_dtype: torch.dtype
-    requires_grad: bool
-    grad_dtype: torch.dtype
-    comm_dtype: torch.dtype
-    reduce_op: str = "avg"
-    scale: float = 1.0
-    decoupled: bool = False
-    inspected: bool = False
-    is_expert: bool = False
-    scaling: str = ""
-    form: str = quantize.DEQUANTIZED
-    gather_buffers: Buffers = NO_BUFFERS
-    gradient_buffers: Buffers = NO_BUFFERS
-    keeps_memory: bool = False
-    reshard_after_forward: bool | int | None = None
-    policy: int = 0
-    offload: host.Offload | None = None
-
-    @property
-    def portions(self) -> int:
-        """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
-        reshard = self.reshard_after_forward
-        return reshard if reshard is not None and not isinstance(reshard, bool) else 0
-
-    @property
-    def is_complex(self) -> bool:
-        """Whether its parameters are complex."""
-        return self.model_dtype.is_complex
-
-    @property
-    def grad_attribute(self) -> str:
-        """The attribute of parameters that holds their gradients."""
-        return "decoupled_grad" if self.decoupled else "grad"
-
-    def exchange(self, topology: Topology) -> Exchange:
-        """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        exchange = topology.exchange(
-            self.layout,
-            self.compute_dtype,
-            self.comm_dtype,
-            self.reduce_op,
-            self.scale,
-            self.inspected,
-            self.gather_buffers,
-            self.gradient_buffers,
-            self.scaling,
-            self.form,
-        )
-        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
-            return exchange._replace(gather_group="").with_buffers(
-                NO_BUFFERS, self.gradient_buffers
-            )  # used from the shard
-        if self.offload is None:
-            return exchange
-        return exchange._replace(
-            offload=topology.mesh.device_type,
-            pins=self.offload.pins,
-            keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
-        )
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the gathered bucket in memory."""
-        return self.held_numel * self.held_dtype.itemsize
-
-    @property
-    def is_extension(self) -> bool:
-        """Whether its only parameter gathers itself; see :mod:`.extension`."""
-        return self.form == FORM
-
-    @property
-    def has_planes(self) -> bool:
-        """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
-        return not self.is_extension and forms.FORMS[self.form].planes
-
-    @property
-    def held_numel(self) -> int:
-        """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
-        return self.sent_numel if self.has_planes else self.layout.numel
-
-    @property
-    def stays_quantized(self) -> bool:
-        """Whether modules get the gathered bytes themselves."""
-        return bool(self.scaling) and self.form not in quantize.DEQUANTIZING
-
-    @property
-    def held_dtype(self) -> torch.dtype:
-        """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
-        return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
-
-    @property
-    def given_dtype(self) -> torch.dtype:
-        """Dtype of the parameters that modules get, if they are ordinary tensors."""
-        return self.compute_dtype.to_complex() if self.is_complex else self.compute_dtype
-
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        """Dtype in which the bucket is gathered."""
-        return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
-
-    @property
-    def sent_numel(self) -> int:
-        """Elements in which the bucket is gathered."""
-        return quantize.sent_numel(self.layout.numel, self.scaling)
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.layout.shard_numel * self.main_dtype.itemsize
+all_buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()
+"""The buckets of all sharded models of this process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,24 +73,63 @@ class Home:
         bucket = self.reference()
         return refuse_dropped() if bucket is None else bucket
 
+    def toggled(self) -> None:
+        """Handle that the parameter was frozen or unfrozen."""
+        if (bucket := self.reference()) is not None:
+            bucket.toggled(self.index)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Home:
         return Home.at(deepcopy(self.bucket, memo), self.index)
 
 
-class FlatRange(NamedTuple):
-    """The part ``[start, stop)`` of a flat tensor that holds a parameter, or rows of it, of this shape."""
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def at(cls, start: int, numel: int, shape: tuple[int, ...]) -> FlatRange:
-        return cls(start, start + numel, shape, contiguous_strides(shape))
+def home_of(param: Tensor) -> Home | None:
+    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer exists."""
+    home: Home | None = vars(param).get("mfsdp_home")
+    return home if home is not None and home.reference() is not None else None
 
 
-class Bucket(Owned):
+def is_homeless(param: Tensor) -> bool:
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a copy."""
+    return isinstance(param, RowShardedTensor) and home_of(param) is None
+
+
+class GradientEvents(Protocol):
+    """What happens to the gradients of a model, told or asked by its buckets: :class:`~..step.grad_sync.GradSync`."""
+
+    def is_due(self) -> bool:
+        """Whether reductions that run once per optimizer step run in the current backward."""
+
+    def touched(self, bucket: Bucket) -> None:
+        """The bucket got gradients."""
+
+    def inspect(self, bucket: Bucket, packed: Tensor) -> None:
+        """The packed gradient, ``[numel]``, is about to be reduced."""
+
+
+class Conductor(Protocol):
+    """Announces collectives: :class:`~..ranks.conduct.Conduct`."""
+
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        """Context of collectives that belong to no forward or backward."""
+
+
+class BucketOwner(Protocol):
+    """What a bucket needs of its model."""
+
+    @property
+    def grad_sync(self) -> GradientEvents: ...
+
+    @property
+    def conduct(self) -> Conductor: ...
+
+    @property
+    def comm_buffers(self) -> BufferPool: ...
+
+    def label_modules_of(self, *buckets: Bucket) -> None:
+        """Make changes of buckets visible to Dynamo's guards."""
+
+
+class Bucket(FlatShard, Owned[BucketOwner]):
     """The memory of one bucket on this rank.
 
     Args:
@@ -290,61 +151,26 @@ class Bucket(Owned):
         device: torch.device,
         partitions: Sequence[Partition | None],
     ) -> None:
-        self.plan = plan
+        super().__init__(plan, topology, device, partitions)
         self.sites = tuple(tuple(s) for s in sites)
-        self.topology = topology
-        self.device = device
-        layout = plan.layout
-        self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
-        self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         self.wrappers = tuple(
             None if plan.is_extension else forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
-        self._whole_places = tuple(
-            FlatRange.at(slot.offset // self._width, math.prod(slot.param_shape), slot.param_shape)
-            for slot in layout.slots
-        )
-        flat = self._at_rest(layout.shard_numel).zero_()
+        flat = self._at_rest(plan.layout.shard_numel).zero_()
         self._copy_all(originals, flat)
-        places.add(self)
+        all_buckets.add(self)
         self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
         """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
 
-    def _at_rest(self, numel: int) -> Tensor:
-        """Return uninitialized memory where the shard rests, ``[numel]`` in the main dtype."""
-        if (offload := self.plan.offload) is not None:
-            return host.empty(numel, self.plan.main_dtype, self.device, offload.pins)
-        return torch.empty(numel, dtype=self.plan.main_dtype, device=self.device)
-
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
         """Create the shard, the parameters and the shells from ``flat``; keep the Python attributes of ``like``."""
         plan = self.plan
-        self.resident: Tensor | None = None
-        self._unused_gather: weakref.finalize | None = None
-        self._resident_of = -1  # version of the shard from which the resident was gathered
-        self._resident_awaited = True
         self._kept: dict[str, Tensor] = {}
-        self.quantized: Tensor | None = None
-        """This rank's shard as it is sent, quantized, in bytes; see :mod:`.quantized_shards`, which sets it."""
-        self.quantized_columns: Tensor | None = None
-        """The same of the plane of columns; see :mod:`.planes`."""
-        self.scales: Tensor | None = None
-        """Scales of the whole bucket, in the order of its parameters."""
-        self._quantized_of = -1  # version of the shard that was quantized
-        self._on_device: Tensor | None = None
-        self._on_device_of = -1  # version of the shard that was copied
-        group = self.topology.resident_group
-        if group is not None and not self.topology.releases_resident:
-            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=self.device)
-            if plan.main_dtype == plan.held_dtype and plan.offload is None:
-                mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
-                # Same memory, but a separate version counter: gathers may write to the resident at any time.
-                flat = mine.copy_(flat).data
-            self._hold(resident)
-        self.flat = flat
+        self._allocate(flat)
+        flat = self.flat
         views = self.views(flat)
         if self.extension is not None:
             self.extension = self.extension.around(views[0])
@@ -417,7 +243,7 @@ class Bucket(Owned):
         elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
             self.pending = DeferredGradient(self, plan.grad_dtype)
         if self.pending is not None:
-            self.pending.asked = None  # a failed backward may have left it set
+            self.pending.requested = None  # a failed backward may have left it set
 
     @property
     def frozen(self) -> list[int]:
@@ -435,17 +261,6 @@ class Bucket(Owned):
         trains = any(param.requires_grad for param in self.params)
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
-
-    @property
-    def _width(self) -> int:
-        """Elements of the bucket in one element of its parameters."""
-        return 1 + self.plan.is_complex
-
-    def _place(self, index: int) -> FlatRange:
-        layout = self.plan.layout
-        start = layout.shard_offset(index, self.topology.shard) // self._width
-        numel = len(self.splits[index].elements(self.topology.shard))
-        return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:
@@ -478,25 +293,6 @@ class Bucket(Owned):
             if split.rows(self.topology.shard) and not part.is_meta:
                 view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
-    def elements(self, flat: Tensor) -> Tensor:
-        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
-        if not self.plan.is_complex or flat.is_complex():
-            return flat
-        return torch.view_as_complex(flat.view(-1, 2))
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
-        flat = self.elements(flat)
-        first = flat.storage_offset()
-        # One operator per view; a slice with a view of it would be two, at every step.
-        return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
-
-    def whole_view(self, full: Tensor, index: int) -> Tensor:
-        """View of a parameter in the gathered bucket, ``[numel]``."""
-        start, _, shape, strides = self._whole_places[index]
-        full = self.elements(full)
-        return full.as_strided(shape, strides, full.storage_offset() + start)
-
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """Like :meth:`views`, as DTensors."""
         flat = self.elements(flat)
@@ -510,219 +306,7 @@ class Bucket(Owned):
             for view, split, spec in zip(self.views(flat), self.splits, specs, strict=True)
         ]
 
-    # -- residents ----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_resident(self) -> bool:
-        """Whether a gathered tensor stays between uses, even if only within a step."""
-        return self.topology.resident_group is not None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the resident was released, or gathered before the shard last changed."""
-        return self.has_resident and self._resident_of != self.flat._version
-
-    def hold_resident(self) -> Tensor:
-        """Return the resident; allocate it if it was released."""
-        if self.resident is None:
-            group = self.topology.resident_group
-            assert group is not None
-            numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
-            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
-        assert self.resident is not None
-        return self.resident
-
-    def _hold(self, resident: Tensor) -> None:
-        self.resident = resident
-        self._unused_gather = weakref.finalize(self, compat.wait_tensor_when_dropped, resident)
-
-    def let_go(self) -> None:
-        """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
-        if self.topology.releases_resident and self.resident is not None:
-            self.await_resident()
-            if self.plan.keeps_memory:
-                self.mark_resident(stale=True)
-            else:
-                self._drop_resident()
-
-    def mark_resident(self, stale: bool) -> None:
-        """Set whether the resident must be gathered before it is used."""
-        self._resident_of = -1 if stale else self.flat._version
-
-    def _drop_resident(self) -> None:
-        assert self._unused_gather is not None
-        self._unused_gather.detach()  # it references the memory
-        self.resident, self._resident_of = None, -1
-
-    @torch.no_grad()
-    def start_refresh(self) -> None:
-        """Start gathering the resident again. A collective: every rank must call it."""
-        group = self.topology.resident_group
-        assert group is not None
-        resident = self.hold_resident()
-        self.await_resident()
-        if self.quantized_columns is not None:
-            for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
-                gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
-                plane.copy_(quantize.from_records(gathered))
-        elif self.quantized is None or self.plan.stays_quantized:
-            shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
-            if group.size == 1:
-                resident.copy_(shard)
-            else:
-                compat.all_gather_out(shard, group.size, group.name, out=resident)
-            self._resident_awaited = group.size == 1
-        else:  # dequantized here, because graphs take residents as they are
-            gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
-            resident.copy_(self.dequantized(gathered))
-        self._resident_of = self.flat._version
-
-    def await_gather(self) -> None:
-        """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
-        if self.resident is not None:
-            self.await_resident()
-        if self.plan.offload is not None:
-            host.settle(self.device)
-
-    def fetched(self) -> Tensor:
-        """Return the shard on the device that uses it, without autograd: a copy if it is at rest on the host."""
-        shard = self.flat.detach()
-        return shard if self.plan.offload is None else host.fetch(shard, self.device)
-
-    def await_resident(self) -> Tensor:
-        assert self.resident is not None
-        if not self._resident_awaited:
-            compat.wait_tensor(self.resident)
-            self._resident_awaited = True
-        return self.resident
-
-    def forget_resident(self) -> None:
-        """Mark the resident as stale after a failure: its gather may have failed."""
-        if self.resident is not None:
-            with contextlib.suppress(RuntimeError):
-                self.await_resident()
-            self._resident_of, self._resident_awaited = -1, True
-            if self.topology.releases_resident:
-                self._drop_resident()
-
-    def on_device(self) -> Tensor:
-        """Return the device's copy of a shard in host memory, ``[shard_numel]`` in the dtype that is sent.
-
-        It is copied again if the shard has changed.
-        """
-        if self._on_device_of != self.flat._version:
-            # A tensor of inference mode could not be written to later.
-            with torch.inference_mode(False), torch.no_grad():
-                if self._on_device is None:
-                    self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
-                self._on_device.copy_(self.fetched())
-            self._on_device_of = self.flat._version
-        assert self._on_device is not None
-        return self._on_device
-
-    def source(self) -> Tensor:
-        """The tensor that this rank gathers from, without autograd.
-
-        It is the resident, the quantized shard, the device's copy of the shard, or the shard.
-        """
-        if self.has_resident:
-            return self.await_resident()
-        if self.exchange.keeps_copy:
-            return self.on_device()
-        return self.flat.detach() if self.quantized is None else self.quantized
-
-    def sent(self) -> Tensor:
-        """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
-        at_rest = self.plan.offload is not None and not (self.has_resident or self.exchange.keeps_copy)
-        return self.fetched() if at_rest else self.source()
-
-    def own_part(self, columns: bool = False) -> Tensor:
-        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.
-
-        Args:
-            columns: Whether to return the plane of columns. Of planes, the data are returned, without scales.
-        """
-        source = self.source()
-        if self.quantized_columns is not None:
-            sent = self.quantized_columns if columns else self.quantized
-            return quantize.from_records(sent)[: self.flat.numel()]
-        if source is not self.quantized or self.plan.stays_quantized:
-            return source.to(self.device, self.plan.held_dtype)
-        if self.plan.scaling == quantize.MX:
-            return quantize.dequantize_mx(source, self.plan.compute_dtype)
-        return quantize.dequantize(source, self.scaled_parts(), self.plan.compute_dtype, self.plan.scaling)
-
     # -- quantized shards ---------------------------------------------------------------------------------------------
-
-    @property
-    def scale_count(self) -> int:
-        """Number of scales of the bucket, which is quantized, without those that are gathered with the data."""
-        return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
-
-    def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:
-        """Return what :func:`.quantize.entries_of_rows` does for this rank's rows of each parameter.
-
-        Args:
-            scales: Scales of the whole bucket, or what they are made from.
-        """
-        slots, scaling = self.plan.layout.slots, self.plan.scaling
-        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
-        return [
-            quantize.entries_of_rows(whole, slot.row_dims, split.rows(self.topology.shard), scaling)
-            for whole, slot, split in zip(wholes, slots, self.splits, strict=True)
-        ]
-
-    def scales_per_row(self, scales: Tensor) -> list[Tensor]:
-        """Return the scales of this rank's rows of each parameter, see :func:`.quantize.per_row`."""
-        scaling = self.plan.scaling
-        return [
-            quantize.per_row(entries, place.shape[-2], scaling, before) if math.prod(place.shape) else entries
-            for (entries, before), place in zip(self.entries_of_rows(scales), self.places, strict=True)
-        ]
-
-    def scaled_parts(self) -> list[tuple[int, tuple[int, ...], Tensor]]:
-        """Return offset in the shard, shape, and scales of this rank's rows of each parameter."""
-        assert self.scales is not None
-        scales = self.scales_per_row(self.scales)
-        return [(place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True)]
-
-    @property
-    def is_quantized_stale(self) -> bool:
-        """Whether the shard has changed since it was quantized."""
-        return self.quantized is not None and self._quantized_of != self.flat._version
-
-    def mark_quantized(self, stale: bool) -> None:
-        """Set whether the shard must be quantized before the bucket is gathered."""
-        self._quantized_of = -1 if stale else self.flat._version
-
-    @property
-    def sends_planes(self) -> bool:
-        """Whether a gather brings one of two planes. Otherwise there is one, or both stay gathered."""
-        return self.quantized_columns is not None and self.topology.gather_group is not None
-
-    def plane(self, full: Tensor, columns: bool) -> Tensor:
-        """Return a plane of what is gathered: data ``[numel]``, then scales ``[numel / 32]``."""
-        return full if full.numel() == self.plan.held_numel else full.chunk(2)[columns]
-
-    def scale_of(self, index: int, full: Tensor) -> Tensor:
-        """Return the scales of a parameter, of the bucket that is gathered in float8.
-
-        Args:
-            full: The gathered bucket, or the plane of it.
-        """
-        if self.quantized_columns is not None:
-            slot = self.plan.layout.slots[index]
-            place = self.plan.layout.numel + slot.offset // quantize.MX_BLOCK
-            return full.narrow(0, place, slot.numel // quantize.MX_BLOCK)
-        assert self.scales is not None
-        shapes = [slot.shape for slot in self.plan.layout.slots]
-        return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
-
-    def dequantized(self, gathered: Tensor) -> Tensor:
-        """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
-        assert self.scales is not None
-        places, plan = [(slot.offset, slot.shape) for slot in self.plan.layout.slots], self.plan
-        return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
     def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:
@@ -735,7 +319,7 @@ class Bucket(Owned):
                 split like parameters, such as an optimizer's state. The results of other parameters are undefined.
             what: What is gathered, for messages.
         """
-        self.topology.announce(f"a gather of {what} of {self.plan.name}")
+        announce_at_rest(self.topology, f"a gather of {what} of {self.plan.name}")
         with self.owner.conduct.in_step():
             whole = self.fetched() if rows is None else self._joined(rows)
             for group in self.topology.shard_groups:

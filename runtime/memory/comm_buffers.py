@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..geometry.exchange import NO_BUFFERS, Buffers
 from .allocation import Allocate, fresh_memory
 
 __all__ = [
-    "NO_BUFFERS",
     "BufferKind",
     "BufferPolicy",
     "BufferPool",
-    "Buffers",
     "Sizes",
     "assign_all",
     "assign_buffers",
@@ -81,21 +80,6 @@ class BufferPolicy:
 
 BUFFERS = 2
 """Number of buffers of a kind: one unit computes while the next one is gathered, or the previous one is reduced."""
-
-
-class Buffers(NamedTuple):
-    """The communication buffers of one bucket for one use.
-
-    Args:
-        capacity: Elements of each buffer, at least those of the bucket. 0: the bucket gets fresh memory.
-        number: Number of buffers that it takes turns with.
-    """
-
-    capacity: int = 0
-    number: int = 0
-
-
-NO_BUFFERS = Buffers()
 
 
 class Sizes(NamedTuple):

@@ -19,80 +19,79 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .bucket import Bucket
-    from .gradients import Asked
+from .. import compat
 
-__all__ = ["DeferredGradient", "pending_of"]
+__all__ = ["DeferredGradient", "RequestedGradients", "bucket_of"]
 
 _numbers = itertools.count(1)
-_all: weakref.WeakValueDictionary[int, DeferredGradient] = weakref.WeakValueDictionary()
+_buckets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class RequestedGradients:
+    """The gradients that the running backward wants for a bucket's parameters.
+
+    Args:
+        added: Indices of parameters whose gradients are added to ``.grad``: all trainable ones, or those that
+            ``backward(inputs=...)`` names.
+        returned: Indices of parameters whose gradients ``torch.autograd.grad`` returns.
+        left_out: Indices of trainable parameters that are in neither set.
+        count: Number of the bucket's parameters.
+    """
+
+    added: frozenset[int]
+    returned: frozenset[int]
+    left_out: frozenset[int]
+    count: int
+
+    @staticmethod
+    def of(leaves: Sequence[Any]) -> RequestedGradients:
+        """Find out what the running backward wants.
+
+        Args:
+            leaves: The autograd nodes of the parameters, None for frozen ones.
+        """
+        wanted = [compat.wanted(leaf) if leaf is not None else None for leaf in leaves]
+        added, returned, left_out = (
+            frozenset([index for index, found in enumerate(wanted) if found is kind])
+            for kind in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
+        )
+        return RequestedGradients(added, returned, left_out, len(leaves))
+
+    @property
+    def nothing(self) -> tuple[None, ...]:
+        return (None,) * self.count
 
 
 class DeferredGradient:
-    """The sum of one bucket's gradients since the last reduction.
+    """The sum of one bucket's gradients since the last reduction; :func:`.gradients.defer_unless_due` adds to it.
 
     Args:
         bucket: The bucket, which owns this object.
         dtype: Dtype of the sum.
     """
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        self._bucket = weakref.ref(bucket)
-        self._dtype = dtype
+    def __init__(self, bucket: object, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.total: Tensor | None = None
         self.kept = False
         """Whether the last gradient was kept instead of reduced."""
-        self.asked: Asked | None = None
+        self.requested: RequestedGradients | None = None
         """What the running backward wants of the next gradient. None: all of it. Compiled code computes all gradients,
         no matter which were requested."""
         self.earlier: dict[int, Tensor] = {}
         """Gradients that parameters had, reduced, before the first of the sum: by index, hidden until it is reduced."""
         number = next(_numbers)
-        _all[number] = self
+        _buckets[number] = bucket
         self.token = torch.tensor([number])
         """Tensor that stands for this object in a graph: int64, ``[1]``, on the CPU."""
-
-    @property
-    def bucket(self) -> Bucket:
-        bucket = self._bucket()
-        assert bucket is not None
-        return bucket
-
-    @torch.no_grad()
-    def exchange(self, gradient: Tensor) -> Tensor | None:
-        """Add a gradient to the sum.
-
-        Returns:
-            The tensor to reduce, in the gradient's dtype; None if no reduction is due.
-        """
-        asked, self.asked = self.asked, None
-        if asked is not None and asked.returned:  # for torch.autograd.grad, not part of the sum
-            self.kept = False
-            return gradient
-        wanted = asked is None or bool(asked.added)
-        self.kept = not (wanted and self.bucket.owner.grad_sync.is_due())
-        if not wanted:
-            return None
-        if asked is not None and asked.left_out:
-            gradient = gradient.clone()
-            self.bucket.zero_slices(gradient, asked.left_out)
-        if self.total is not None:
-            self.bucket.forget_abandoned(self.total)
-            self.total.add_(gradient)
-        if self.kept:
-            if self.total is None:
-                # A copy: the gradient's memory may belong to a compiled graph, which reuses it.
-                copied = gradient.to(self._dtype, copy=not self.bucket.plan.keeps_memory)
-                self.total = self.bucket.keep("deferred", copied)
-            self.bucket.show_unreduced()
-            return None
-        return gradient if self.total is None else self.take(gradient.dtype)
 
     def take(self, dtype: torch.dtype) -> Tensor:
         """Return the sum and start a new one."""
@@ -101,5 +100,6 @@ class DeferredGradient:
         return total.to(dtype)
 
 
-def pending_of(token: Tensor) -> DeferredGradient:
-    return _all[int(token)]
+def bucket_of(token: Tensor) -> Any:
+    """Return the bucket whose deferred gradient a token stands for."""
+    return _buckets[int(token)]

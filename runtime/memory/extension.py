@@ -19,71 +19,19 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..geometry.bucket_plan import BucketPlan
 
-if TYPE_CHECKING:
-    from .bucket import Bucket
-
-__all__ = ["FORM", "Extension", "Made", "Sent", "check", "is_extended", "plain"]
-
-FORM = "extension"
-"""The form of a bucket whose parameter gathers itself."""
+__all__ = ["Extension", "Made", "Sent"]
 
 _ALIGNMENT = 16  # bytes: the largest item of a tensor
-
-
-def is_extended(tensor: Tensor) -> bool:
-    """Whether a tensor, or the local part of a DTensor, is of a class that gathers itself."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return hasattr(type(local), "fsdp_pre_all_gather")
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Return the ordinary tensor that such a tensor wraps; others as they are."""
-    inside = list(compat.inner_tensors(tensor).values()) if is_extended(tensor) else []
-    return inside[0] if len(inside) == 1 else tensor  # several: it is refused, or ignored
-
-
-def check(name: str, param: Tensor, hint: str) -> None:
-    """Raise unless a parameter whose class gathers itself can be sharded.
-
-    Args:
-        hint: What to use instead of its class, if that is known; else "".
-
-    Raises:
-        NotImplementedError: It wraps anything but one ordinary tensor, is divided by tensor parallelism, or its class has
-            only one of the two methods.
-    """
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    kind = type(local)
-    if not hasattr(kind, "fsdp_post_all_gather"):
-        raise NotImplementedError(
-            f"Parameter {name!r} is a {kind.__name__}, which has fsdp_pre_all_gather but no fsdp_post_all_gather. Define both."
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"Parameter {name!r} is a {kind.__name__} inside a DTensor: parameters that gather themselves "
-            "(fsdp_pre_all_gather) cannot be divided over other ranks as well. Leave its layer out of tensor parallelism."
-        )
-    inner = list(compat.inner_tensors(param).values())
-    like = [(each.shape, each.dtype) for each in inner if type(each) in (Tensor, torch.nn.Parameter)]
-    if like != [(param.shape, param.dtype)]:
-        held = (
-            ", ".join(f"{type(each).__name__} {tuple(each.shape)} of {each.dtype}" for each in inner)
-            or "nothing to be seen"
-        )
-        raise NotImplementedError(
-            f"Parameter {name!r} is a {kind.__name__} of shape {tuple(param.shape)} and {param.dtype} around {held}. A class "
-            "that gathers itself (fsdp_pre_all_gather) must wrap one ordinary tensor of its own shape and dtype, which is "
-            f"the main weight; weights that are quantized at rest are not supported.{hint}"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,22 +92,26 @@ class Extension:
         """Return the same around other rows."""
         return Extension(self._wrapped, rows)
 
-    def prepare(self, bucket: Bucket) -> Sent:
+    def prepare(self, plan: BucketPlan, module: nn.Module, mesh: DeviceMesh) -> Sent:
         """Call ``fsdp_pre_all_gather``.
+
+        Args:
+            plan: Plan of the bucket.
+            module: Module that holds the parameter.
+            mesh: Mesh of the data-parallel ranks.
 
         Raises:
             RuntimeError: It has returned something else than tensors, or tensors without this rank's rows where ranks
                 have different numbers of rows.
         """
-        (slot,), ranks = bucket.plan.layout.slots, bucket.plan.layout.world_size
-        size, module, mesh = torch.Size(slot.shape), bucket.sites[0][0].module, bucket.topology.mesh
+        (slot,), ranks, size = plan.layout.slots, plan.layout.world_size, torch.Size(plan.layout.slots[0].shape)
         if mesh.ndim > 1:
             assert mesh.mesh_dim_names is not None
             mesh = mesh[mesh.mesh_dim_names[-1]]
         pre: Any = self._wrapped.fsdp_pre_all_gather  # type: ignore[attr-defined]
         arguments: tuple[Any, ...] = (mesh,)
         if len(inspect.signature(pre).parameters) > 1:
-            policy = MixedPrecisionPolicy(param_dtype=bucket.plan.compute_dtype, reduce_dtype=bucket.plan.comm_dtype)
+            policy = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=plan.comm_dtype)
             arguments = (mesh, size, torch.empty(size, device="meta").stride(), module, policy)
         inputs, metadata = pre(*arguments)
         inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -173,7 +125,7 @@ class Extension:
         dtypes = tuple(tensor.dtype for tensor in inputs)
         return Sent(torch.cat(parts), tuple(shapes), dtypes, metadata)
 
-    def finish(self, bucket: Bucket, sent: Sent, gathered: Tensor) -> Made:
+    def finish(self, plan: BucketPlan, sent: Sent, gathered: Tensor) -> Made:
         """Call ``fsdp_post_all_gather``.
 
         Args:
@@ -187,12 +139,12 @@ class Extension:
             outputs.append(whole.view(-1, *shape[1:]))
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         post: Any = self._wrapped.fsdp_post_all_gather  # type: ignore[attr-defined]
-        tensor, more = post(tuple(outputs), sent.metadata, bucket.plan.compute_dtype)
+        tensor, more = post(tuple(outputs), sent.metadata, plan.compute_dtype)
         return Made(tensor, (*outputs, *_ordinary(more), *_ordinary([tensor])))
 
-    def present(self, bucket: Bucket, made: Made) -> Tensor:
+    def present(self, plan: BucketPlan, made: Made) -> Tensor:
         """Return what modules get, without the rows that ranks were padded with."""
-        (slot,) = bucket.plan.layout.slots
+        (slot,) = plan.layout.slots
         size = torch.Size(slot.shape)
         if made.tensor.shape == size:
             return made.tensor.detach()

@@ -36,6 +36,7 @@ from .. import compat
 from ..owner import refuse_dropped
 from . import host
 from .bucket import Bucket
+from .deferred_gradients import RequestedGradients, bucket_of
 from .operators import like_rows
 from .redistribute import take_rows
 from .tensor import (
@@ -49,16 +50,18 @@ from .tensor import (
 
 __all__ = [
     "Aside",
-    "Asked",
     "Backward",
     "accumulate",
     "add_back",
     "clear",
+    "collect",
+    "defer_unless_due",
     "flat_gradient",
     "levels_of_use",
     "note_use",
     "put_aside",
     "refuse_double_backward",
+    "select",
     "settle",
     "shards_of",
     "tell_counting_hooks",
@@ -78,14 +81,14 @@ class Backward:
         leaves: The autograd nodes of the bucket's parameters, None for frozen ones. Empty if the eager path reduces the
             gradients.
         used: Indices of parameters that get a gradient in this backward; known when its graph begins.
-        asked: What the running backward wants; known when its graph begins, if that says so.
+        requested: What the running backward wants; known when its graph begins, if that says so.
     """
 
     bucket: weakref.ref[Bucket]
     name: str
     leaves: Sequence[Any] = ()
     used: frozenset[int] = frozenset()
-    asked: Asked | None = None
+    requested: RequestedGradients | None = None
 
     @staticmethod
     def through(bucket: Bucket) -> Backward:
@@ -136,73 +139,77 @@ class _Shards(torch.autograd.Function):
 
 def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | None]:
     """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
-    bucket, asked = backward.bucket(), backward.asked or Asked.of(backward.leaves)
-    backward.asked = None
-    if gradient is None or not (asked.added or asked.returned):
-        return asked.nothing
+    bucket, requested = backward.bucket(), backward.requested or RequestedGradients.of(backward.leaves)
+    backward.requested = None
+    if gradient is None or not (requested.added or requested.returned):
+        return requested.nothing
     if bucket is None:
         refuse_dropped()
     if torch.is_grad_enabled():
         refuse_double_backward()
     used = backward.used
-    tell_counting_hooks(bucket, asked.added - used)
-    if asked.returned:
-        return asked.select(bucket, gradient, used)
+    tell_counting_hooks(bucket, requested.added - used)
+    if requested.returned:
+        return select(requested, bucket, gradient, used)
     if not bucket.gradient_waits:  # a deferred gradient is zeros here
         if bucket.plan.offload is not None:
             host.settle(bucket.device)
-        if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
+        if bucket.pending is None and (unrequested := used & requested.left_out):  # Pending drops them itself
             gradient = gradient.clone()
             views = bucket.views(gradient)
-            for index in unasked:
+            for index in unrequested:
                 views[index].zero_()
-        accumulate(bucket, gradient, used - asked.left_out)
+        accumulate(bucket, gradient, used - requested.left_out)
     bucket.owner.grad_sync.touched(bucket)
-    return asked.nothing
+    return requested.nothing
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The gradients that the running backward wants for a bucket's parameters.
+def select(
+    requested: RequestedGradients, bucket: Bucket, gradient: Tensor, used: Collection[int]
+) -> list[Tensor | None]:
+    """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
+    if bucket.plan.offload is not None:
+        host.settle(bucket.device)
+    gradient = _run_tensor_hooks(bucket, gradient, requested.returned & set(used))
+    views = bucket.local_views(gradient, backing=(gradient,))
+    return [view if index in requested.returned and index in used else None for index, view in enumerate(views)]
+
+
+@torch.no_grad()
+def defer_unless_due(token: Tensor, gradient: Tensor) -> Tensor | None:
+    """Add a gradient to the deferred sum of its bucket.
 
     Args:
-        added: Indices of parameters whose gradients are added to ``.grad``: all trainable ones, or those that
-            ``backward(inputs=...)`` names.
-        returned: Indices of parameters whose gradients ``torch.autograd.grad`` returns.
-        left_out: Indices of trainable parameters that are in neither set.
-        count: Number of the bucket's parameters.
+        token: The token of the bucket's :class:`~.deferred_gradients.DeferredGradient`.
+
+    Returns:
+        The tensor to reduce, in the gradient's dtype; None if no reduction is due.
     """
-
-    added: frozenset[int]
-    returned: frozenset[int]
-    left_out: frozenset[int]
-    count: int
-
-    @staticmethod
-    def of(leaves: Sequence[Any]) -> Asked:
-        """Find out what the running backward wants.
-
-        Args:
-            leaves: The autograd nodes of the parameters, None for frozen ones.
-        """
-        wanted = [compat.wanted(leaf) if leaf is not None else None for leaf in leaves]
-        added, returned, left_out = (
-            frozenset([index for index, found in enumerate(wanted) if found is kind])
-            for kind in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
-        )
-        return Asked(added, returned, left_out, len(leaves))
-
-    @property
-    def nothing(self) -> tuple[None, ...]:
-        return (None,) * self.count
-
-    def select(self, bucket: Bucket, gradient: Tensor, used: Collection[int]) -> list[Tensor | None]:
-        """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
-        if bucket.plan.offload is not None:
-            host.settle(bucket.device)
-        gradient = _run_tensor_hooks(bucket, gradient, self.returned & set(used))
-        views = bucket.local_views(gradient, backing=(gradient,))
-        return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
+    bucket: Bucket = bucket_of(token)
+    pending = bucket.pending
+    assert pending is not None
+    requested, pending.requested = pending.requested, None
+    if requested is not None and requested.returned:  # for torch.autograd.grad, not part of the sum
+        pending.kept = False
+        return gradient
+    wanted = requested is None or bool(requested.added)
+    pending.kept = not (wanted and bucket.owner.grad_sync.is_due())
+    if not wanted:
+        return None
+    if requested is not None and requested.left_out:
+        gradient = gradient.clone()
+        bucket.zero_slices(gradient, requested.left_out)
+    if pending.total is not None:
+        bucket.forget_abandoned(pending.total)
+        pending.total.add_(gradient)
+    if pending.kept:
+        if pending.total is None:
+            # A copy: the gradient's memory may belong to a compiled graph, which reuses it.
+            copied = gradient.to(pending.dtype, copy=not bucket.plan.keeps_memory)
+            pending.total = bucket.keep("deferred", copied)
+        bucket.show_unreduced()
+        return None
+    return gradient if pending.total is None else pending.take(gradient.dtype)
 
 
 def refuse_double_backward() -> NoReturn:

@@ -23,14 +23,12 @@ that are still being read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "Offload",
     "await_copy",
     "copied",
     "device_of",
@@ -39,29 +37,11 @@ __all__ = [
     "fetch_saved",
     "offload",
     "offload_saved",
+    "on_device",
     "settle",
     "settle_pinned",
     "start_copy",
 ]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Where a bucket is at rest: in host memory.
-
-    Args:
-        pins: Whether the memory is pinned, if the device is a GPU. Copies from and to other memory are slower, and the
-            thread waits for them. Pinned memory cannot be swapped out.
-        optimizer_only: Whether gathers need no copy from the host: the device keeps what is gathered, and gets it from the
-            host after each change of the shard.
-    """
-
-    pins: bool = True
-    optimizer_only: bool = False
-
-    def __str__(self) -> str:
-        memory = "pinned host memory" if self.pins else "host memory"
-        return f"{memory}, gathered from the device" if self.optimizer_only else memory
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> Tensor:
@@ -72,6 +52,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> T
 def device_of(kind: str) -> torch.device:
     """Return this rank's device of a type: graphs, which are the same on all ranks, name only the type."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def on_device(value: Tensor, kind: str) -> Tensor:
+    """Return a tensor on this rank's device of a type, which collectives work on: what rests in host memory is copied."""
+    return value if value.device.type == kind else value.to(device_of(kind))
 
 
 def fetch(shard: Tensor, device: torch.device) -> Tensor:

@@ -8,23 +8,17 @@ process groups are those of that model. Reading it calls nothing but :func:`rebu
 from __future__ import annotations
 
 import copyreg
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .bucket import Bucket, all_buckets
 from .tensor import RowShardedTensor
 
-if TYPE_CHECKING:
-    from .bucket import Bucket
-
-__all__ = ["places", "rebuild"]
-
-places: weakref.WeakSet[Bucket] = weakref.WeakSet()
-"""The buckets of all sharded models: what is read belongs to one of them."""
+__all__ = ["rebuild"]
 
 
 def _where(bucket: Bucket, index: int) -> tuple[Any, ...]:
@@ -63,7 +57,7 @@ def rebuild(
         RuntimeError: No model in this process has a parameter with these rows.
     """
     named = []
-    for bucket in places:
+    for bucket in all_buckets:
         for index, split in enumerate(bucket.splits):
             if _where(bucket, index) == key:
                 split = split.with_local(local.shape, bucket.topology.shard)

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import compat, quantize
-from ..layout import Slot
-from ..quantize import MX_BLOCK, SENT_DTYPE
+from .. import compat
+from ..formats import quantize
+from ..formats.quantize import MX_BLOCK, SENT_DTYPE
+from ..geometry.layout import Slot
 
 if TYPE_CHECKING:
     from ..ranks.conduct import Conduct

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..forms import FORMS
-from ..quantize import (
+from ..formats.forms import FORMS
+from ..formats.quantize import (
     MX,
     NVFP4,
     SENT_DTYPE,
@@ -39,9 +39,10 @@ from ..quantize import (
 from .planes import PlaneShards
 
 if TYPE_CHECKING:
+    from ..geometry.bucket_plan import BucketPlan
+    from ..geometry.topology import Topology
     from ..ranks.conduct import Conduct
-    from ..topology import Topology
-    from .bucket import Bucket, BucketPlan
+    from .bucket import Bucket
 
 __all__ = ["QuantizedShards"]
 

@@ -12,23 +12,25 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import compat
-
-if TYPE_CHECKING:
-    from ..topology import Topology
-    from .rows import RowSplit
+from ..geometry.rows import RowSplit
+from ..geometry.topology import Topology
+from ..ranks.agreement import announce
+from . import host
 
 __all__ = [
     "RowMove",
     "all_gather_rows",
+    "announce_at_rest",
     "as_real",
     "move_rows",
     "note_received",
+    "reduce_over_shards",
     "same_ranks",
     "take_broadcast_rows",
     "take_rows",
@@ -37,6 +39,19 @@ __all__ = [
 
 
 _log = logging.getLogger("mfsdp_compile.operators")
+
+
+def announce_at_rest(topology: Topology, what: str, parameter: str | None = None) -> None:
+    """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
+    if topology.shard_groups:  # otherwise every rank holds everything
+        announce(what, topology.every.name, parameter)
+
+
+def reduce_over_shards(topology: Topology, value: Tensor, op: str) -> Tensor:
+    """Reduce results for each shard to the result for the whole tensor; the same on every rank."""
+    for group in topology.shard_groups:
+        value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
+    return value
 
 
 def note_received(topology: Topology, what: str, name: str, shape: Sequence[int], received: int) -> None:
@@ -86,7 +101,7 @@ def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology, what: st
     Args:
         what: What it is for, for error messages on ranks that do something else.
     """
-    topology.announce(f"{what} of {split.name!r}", split.name)
+    announce_at_rest(topology, f"{what} of {split.name!r}", split.name)
     if topology.shard_groups or split.groups:
         note_received(
             topology, what, split.name, split.shape, (math.prod(split.shape) - local.numel()) * local.itemsize
@@ -100,7 +115,7 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
-    gathered = topology.on_device(gathered)
+    gathered = host.on_device(gathered, topology.mesh.device_type)
     if not gathered.is_floating_point():
         gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
@@ -164,7 +179,7 @@ class RowMove:
         """Move rows by gathering the part. A collective, unless the source holds all of it on every rank."""
         part = self.local
         if self.over.shard_groups:
-            self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
+            announce_at_rest(self.over, f"a gather of the rows of {self.source.name!r}", self.source.name)
             part = _gather_part(self.local, self.source, self.over).to(self.local.device)
             received = (part.numel() - self.local.numel()) * part.itemsize
             note_received(self.over, "a gather of rows", self.source.name, self.source.shape, received)
@@ -192,7 +207,7 @@ def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
 def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     group = moves[0].group
     more = f" and {len(moves) - 1} more" if len(moves) > 1 else ""
-    moves[0].over.announce(f"an exchange of rows of {moves[0].source.name!r}{more}", moves[0].source.name)
+    announce_at_rest(moves[0].over, f"an exchange of rows of {moves[0].source.name!r}{more}", moves[0].source.name)
     me, others = group.rank, range(group.size)
     parts, outgoing = [], []
     for receiver in others:
@@ -208,7 +223,7 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     note_received(
         moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
     )
-    home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
+    home, parts = moves[0].local.device, [host.on_device(part, moves[0].over.mesh.device_type) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from .. import compat
+from ..geometry.topology import Group
 from ..ranks.agreement import announce
-from ..topology import Group
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, as_real
 from .tensor import RowShardedTensor

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +24,43 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat
-from ..topology import Topology
+from ..geometry.rows import RowBox, RowSplit, contiguous_strides
+from ..geometry.topology import Topology
 from . import host
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, as_real
-from .rows import Backing, RowBox, RowSplit, contiguous_strides
-
-if TYPE_CHECKING:
-    from .bucket import Home
+from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards
 
 __all__ = [
     "NOTED_VALUE",
+    "Backing",
     "RowShardedTensor",
     "UnreducedGradient",
     "before_write",
-    "home_of",
     "hooks_of_parameters",
-    "is_homeless",
     "is_provisional",
     "keep",
     "mark_provisional",
     "noted_value",
     "refuse_unreduced",
 ]
+
+
+class Backing(tuple[Tensor, ...]):
+    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
+
+    Copied rows have their own memory, so that copies of this object are empty.
+    """
+
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
+        return Backing()
 
 
 class _HooksOfParameters(threading.local):
@@ -170,9 +185,9 @@ class RowShardedTensor(Dispatched):
         """
         if value.is_complex():
             return torch.view_as_complex(self.over_pieces(as_real(value), op, what))
-        self.topology.announce(what or f"a {op} over {self.row_split.name!r}", self.row_split.name)
+        announce_at_rest(self.topology, what or f"a {op} over {self.row_split.name!r}", self.row_split.name)
         home = value.device
-        value = self.topology.sum(self.topology.on_device(value), op)
+        value = reduce_over_shards(self.topology, host.on_device(value, self.topology.mesh.device_type), op)
         for group in self.row_split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value.to(home)
@@ -241,8 +256,8 @@ class RowShardedTensor(Dispatched):
     def requires_grad_(self, requires_grad: bool = True) -> RowShardedTensor:  # type: ignore[override]
         """Freeze or unfreeze a parameter, like ``Tensor.requires_grad_``. Call it between steps, and on all ranks."""
         super().requires_grad_(requires_grad)
-        if (home := home_of(self)) is not None:
-            home.bucket.toggled(home.index)
+        if (home := vars(self).get("mfsdp_home")) is not None:
+            home.toggled()
         return self
 
     # Autograd passes no gradients to parameters (see :mod:`.gradients`), so it must not run their hooks, which would
@@ -370,17 +385,6 @@ def noted_value(param: Tensor) -> str | None:
     if isinstance(param, RowShardedTensor):
         return param.backing.noted.get(param.row_split.name)
     return vars(param).get(NOTED_VALUE)
-
-
-def home_of(param: Tensor) -> Home | None:
-    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer exists."""
-    home: Home | None = vars(param).get("mfsdp_home")
-    return home if home is not None and home.reference() is not None else None
-
-
-def is_homeless(param: Tensor) -> bool:
-    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a copy."""
-    return isinstance(param, RowShardedTensor) and home_of(param) is None
 
 
 class _ToLocal(torch.autograd.Function):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..memory.bucket import Bucket, Home
-from ..owner import Owner, name_of, owner_of, owners_of
+from ..owner import name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
+from .tracking import OptimizedModel
 from .trial import depends_on_others
 from .whole_step import WholeStep, whole_step_of
 
@@ -263,7 +264,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
         )
 
 
-def _owners(optimizer: torch.optim.Optimizer, takes_ignored: bool) -> list[Owner]:
+def _owners(optimizer: torch.optim.Optimizer, takes_ignored: bool) -> list[OptimizedModel]:
     buckets: dict[Bucket, None] = {}
     others = 0
     for i, group in enumerate(optimizer.param_groups):

@@ -4,7 +4,7 @@ Muon's update of a matrix is its orthogonalized momentum: five products of the w
 weights stay sharded. For each matrix, one rank, its owner, receives the momentum in bfloat16 (the dtype of the products
 anyway), orthogonalizes it, and sends each rank its rows of the result. Matrices that are whole on one rank are owned
 there and do not travel. The layout arranges that if it costs little padding, see ``whole`` in
-:class:`~mfsdp_compile.runtime.layout.ParamSpec`. The others are distributed so that ranks have equal work.
+:class:`~mfsdp_compile.runtime.geometry.layout.ParamSpec`. The others are distributed so that ranks have equal work.
 
 Every matrix of a stack ``[E, H, F]`` has an owner of its own, so that the result is that of Muon over E parameters.
 Matrices that are divided over tensor-parallel ranks are owned by one of all ranks that hold a part, and travel over
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..memory.redistribute import as_real
-from ..memory.rows import RowSplit
+from ..geometry.rows import RowSplit
+from ..geometry.topology import Group, Topology
+from ..memory import host
+from ..memory.redistribute import announce_at_rest, as_real
 from ..memory.tensor import RowShardedTensor
-from ..topology import Group, Topology
 
 __all__ = [
     "Item",
@@ -76,12 +77,12 @@ class ShardedMuon(torch.optim.Muon):
             assert gradient is not None
             buffer.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            return topology.on_device(update.to_local().to(torch.bfloat16, copy=True))
+            return host.on_device(update.to_local().to(torch.bfloat16, copy=True), topology.mesh.device_type)
 
         def orthogonalize(whole: Tensor) -> Tensor:
             return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        topology.announce(f"Muon's step, from {params[0].row_split.name!r} on", params[0].row_split.name)
+        announce_at_rest(topology, f"Muon's step, from {params[0].row_split.name!r} on", params[0].row_split.name)
         chunks = _chunks(params, topology.shards)
         # The next matrices travel to their owners while the current ones are processed.
         following: Journey | None = None

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..geometry.partition import whole_tensor
 from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
-from ..plan.partition import whole_tensor
 from ..program_lines import warn
 from .whole_step import WholeStep, whole_step_of
 

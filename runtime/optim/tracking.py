@@ -13,24 +13,58 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
-from ..memory.tensor import home_of
-from ..owner import Owner, owners_of
+from ..memory.bucket import Bucket, home_of
+from ..owner import owners_of
 from ..program_lines import warn
+from ..step.grad_sync import GradSync
 from .muon import ShardedMuon
 from .state import cut_distributed_state
+from .step_tracker import StepTracker
 
-__all__ = ["Optimizers", "watch_steps"]
+__all__ = ["OptimizedModel", "Optimizers", "watch_steps"]
 
 _CUTS = "_mfsdp_cuts_state"
 """Attribute of optimizers that cut what they load; see :func:`.cut_distributed_state`."""
+
+
+class OptimizedModel(Protocol):
+    """What optimizers need of a sharded model."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]: ...
+
+    @property
+    def grad_sync(self) -> GradSync: ...
+
+    @property
+    def step_tracker(self) -> StepTracker: ...
+
+    @property
+    def optimizers(self) -> Optimizers: ...
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are zeroed where they would be dropped."""
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that all ranks have, by name."""
+
+    def refresh(self, ahead: bool = False) -> None:
+        """Start gathering stale residents, possibly ahead of the forward that uses them."""
+
+    def await_gathers(self) -> None:
+        """Wait for the gathers that :meth:`refresh` has started."""
+
+    def zero_gradients(self, set_to_none: bool, kept: Collection[int] | None) -> None:
+        """Zero or drop gradients of parameters whose ``id`` is not in ``kept``."""
 
 
 class Optimizers:
@@ -96,7 +130,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner.step_tracker.begin(optimizer)
 
 
-def _warn_of_gathers(owners: Sequence[Owner]) -> None:
+def _warn_of_gathers(owners: Sequence[OptimizedModel]) -> None:
     """Tell that Muon gathers matrices."""
     if all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
         return
@@ -112,7 +146,7 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner.step_tracker.end()
 
 
-def _models(optimizer: torch.optim.Optimizer) -> list[Owner]:
+def _models(optimizer: torch.optim.Optimizer) -> list[OptimizedModel]:
     """Return the models whose parameters an optimizer holds."""
     homes = (home_of(param) for group in optimizer.param_groups for param in group["params"])
     return owners_of(home.bucket for home in homes if home is not None)

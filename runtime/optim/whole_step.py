@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..geometry.topology import Topology
+from ..memory import host
+from ..memory.redistribute import announce_at_rest
 from ..memory.tensor import RowShardedTensor
-from ..topology import Topology
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
 
 __all__ = ["WholeStep", "whole_step_of"]
@@ -118,7 +120,14 @@ class WholeStep:
         journeys = []
         for numbers in by_dtype.values():
             items, legs = self._route([params[n] for n in numbers], topology)
-            journeys.append((numbers, Journey(items, legs, [topology.on_device(rows[n].reshape(-1)) for n in numbers])))
+            journeys.append(
+                (
+                    numbers,
+                    Journey(
+                        items, legs, [host.on_device(rows[n].reshape(-1), topology.mesh.device_type) for n in numbers]
+                    ),
+                )
+            )
         return journeys
 
     def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
@@ -132,8 +141,8 @@ class WholeStep:
 
     @torch.no_grad()
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        topology.announce(
-            f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
+        announce_at_rest(
+            topology, f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
         )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             for k, value in journey.there().items():
@@ -149,12 +158,14 @@ class WholeStep:
 
     @torch.no_grad()
     def _give_back(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        topology.announce(
-            f"the end of a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
+        announce_at_rest(
+            topology,
+            f"the end of a step over whole parameters, from {params[0].row_split.name!r} on",
+            params[0].row_split.name,
         )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
-            moved = {k: topology.on_device(whole) for k, whole in owned.items()}
+            moved = {k: host.on_device(whole, topology.mesh.device_type) for k, whole in owned.items()}
             for n, flat in zip(numbers, journey.back(moved), strict=True):
                 param = params[n]
                 rows = flat.view(param.to_local().shape).to(param.device)

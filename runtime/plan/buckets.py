@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .. import compat, quantize
-from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
-from ..memory import extension
-from ..memory.bucket import BucketPlan, Site
-from ..precision import GradientPolicy, Scaling
-from ..topology import Topology
+from .. import compat
+from ..formats import extension, quantize
+from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
+from ..geometry.partition import local_shape
+from ..geometry.topology import Topology
 from .experts import ExpertPlacement
-from .partition import local_shape
+from .precision import GradientPolicy, Scaling
 from .precision_plan import PrecisionPlan
 from .units import Unit
 

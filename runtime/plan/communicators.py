@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..exchange import Overlap
+from ..geometry.exchange import Overlap
+from ..geometry.topology import Group, Topology
 from ..program_lines import warn
 from ..ranks.agreement import everyones
-from ..topology import Group, ShardingStrategy, Topology
 
 __all__ = ["Communication", "Communicator", "check_zero_cta", "describe", "make", "warn_of_idle_settings"]
 
@@ -225,7 +225,7 @@ def _separates_gathers(topology: Topology, communication: Communication, overlap
     if communication.separate_gathers is True:
         return True
     return (
-        topology.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
+        topology.over_inner.gathers_each_use
         and topology.inner.size > 1
         and overlap.gathers
         and overlap.reductions
@@ -234,24 +234,23 @@ def _separates_gathers(topology: Topology, communication: Communication, overlap
 
 
 def _refuse_contradictions(topology: Topology, communication: Communication) -> None:
-    strategy = topology.strategy
     own = "zero_cta" if communication.zero_cta else "settings for gathers" if communication.gathers.given else None
     if communication.separate_gathers is False and (own is not None or topology.inner_gathers is not None):
         raise ValueError(
             f"communication: separate_gathers=False contradicts {own or 'fsdp_group_ag'}: gathers would have a "
             "communicator of their own. Leave one of them out."
         )
-    if strategy is ShardingStrategy.NO_SHARD and (own is not None or communication.separate_gathers is True):
+    if not topology.over_inner.shards and (own is not None or communication.separate_gathers is True):
         raise ValueError(
             "communication: zero_dp_strategy='no_shard' gathers nothing. Leave out separate_gathers, zero_cta and the "
             "settings for gathers."
         )
-    if communication.zero_cta and strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+    if communication.zero_cta and not topology.over_inner.gathers_each_use:
         raise ValueError(
             "communication: zero_cta needs zero_dp_strategy='optim_grads_params', got "
-            f"{strategy.name.lower()!r}: other strategies do not gather into registered buffers."
+            f"{topology.strategy.name.lower()!r}: other strategies do not gather into registered buffers."
         )
-    if communication.outer.given and (topology.outer is None or strategy is ShardingStrategy.NO_SHARD):
+    if communication.outer.given and (topology.outer is None or not topology.over_inner.shards):
         reason = "there is no dp_outer_dim" if topology.outer is None else "no_shard reduces over all ranks at once"
         raise ValueError(f"communication: the settings for outer apply to nothing, because {reason}. Leave them out.")
 
@@ -263,7 +262,7 @@ def _base(topology: Topology, name: str) -> Group:
     if name == "outer":
         assert topology.outer is not None
         return topology.outer
-    return topology.every if topology.strategy is ShardingStrategy.NO_SHARD else topology.inner
+    return topology.inner if topology.over_inner.shards else topology.every
 
 
 def _options(base: Group, settings: Communicator, zero_cta: bool) -> Any:

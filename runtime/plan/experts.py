@@ -44,10 +44,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .. import compat
+from ..geometry.partition import Partition, Peers
+from ..geometry.placements import ShardingStrategy
+from ..geometry.topology import Topology
 from ..ranks.agreement import everyones
-from ..topology import ShardingStrategy, Topology
 from .meshes import EXPERT_ARGUMENTS, build_topology
-from .partition import Partition, Peers
 
 __all__ = ["ExpertPlacement", "IsExpert", "build_experts", "is_expert", "marked"]
 

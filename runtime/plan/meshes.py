@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
-from ..topology import Group, ShardingStrategy, Topology
+from ..geometry.placements import ShardingStrategy
+from ..geometry.topology import Group, Topology
 
 __all__ = ["EXPERT_ARGUMENTS", "build_topology", "check_order", "sub_mesh", "tensor_parallel_mesh"]
 

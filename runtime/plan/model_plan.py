@@ -11,21 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import compat, quantize
-from ..memory import extension
-from ..memory.bucket import BucketPlan
+from .. import compat
+from ..formats import extension, quantize
+from ..geometry.bucket_plan import BucketPlan, Offload
+from ..geometry.partition import Partition, Peers, local_part, model_ranks
+from ..geometry.topology import Topology
+from ..memory.bucket import is_homeless
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
-from ..memory.host import Offload
-from ..memory.tensor import RowShardedTensor, is_homeless
-from ..precision import Policies
+from ..memory.tensor import RowShardedTensor
 from ..program_lines import warn
 from ..ranks import compared
 from ..ranks.agreement import value_digest
-from ..topology import Topology
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .offload import check_offload
-from .partition import Partition, Partitioner, Peers, local_part, model_ranks
+from .partition import Partitioner
+from .precision import Policies
 from .precision_plan import PrecisionPlan
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitModules, find_units, join, repeated_blocks, resolve_units
@@ -269,7 +270,7 @@ def divide(
         module: The model.
         unit_modules: See :data:`~mfsdp_compile.runtime.plan.units.UnitModules`.
         policies: Mixed-precision policies.
-        unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
+        unit_bytes: See :class:`~mfsdp_compile.runtime.geometry.layout.LayoutPolicy`.
         by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         allows_meta: Whether parameters may be on the meta device.
         ignored: Parameters that are not sharded.

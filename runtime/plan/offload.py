@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from ..memory.bucket import BucketPlan
-from ..memory.host import Offload
-from ..topology import Topology
+from ..geometry.bucket_plan import BucketPlan, Offload
+from ..geometry.topology import Topology
 
 __all__ = ["AnyOffloadPolicy", "OptimizerOffloadPolicy", "check_offload", "offload_of"]
 

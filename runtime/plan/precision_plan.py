@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casts import Casts
-from ..memory.bucket import Site
+from ..formats.casts import Casts
+from ..geometry.bucket_plan import Site
+from ..geometry.partition import local_shape
 from ..owner import ModuleRef
-from ..precision import MixedPrecisionPolicy, Policies
-from .partition import local_shape
+from .precision import MixedPrecisionPolicy, Policies
 from .units import Unit, resolve_classes
 
 __all__ = ["PrecisionPlan"]

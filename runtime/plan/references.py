@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .. import compat
-from ..memory.tensor import RowShardedTensor, is_homeless
-from .partition import local_part
+from ..geometry.partition import local_part
+from ..memory.bucket import is_homeless
+from ..memory.tensor import RowShardedTensor
 
 __all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_hooks", "retire", "tie_again"]
 

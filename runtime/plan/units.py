@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ..memory.bucket import Site
+from ..geometry.bucket_plan import Site
 from ..owner import ModuleRef
 
 __all__ = [

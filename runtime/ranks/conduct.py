@@ -10,22 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from .. import compat
-from ..topology import Group, Topology
+from ..geometry.topology import Group, Topology
+from ..schedule.text import ScheduleLine
 from . import profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
 from .collective_order import STEP, Details, Order, Series, StepPhase, no_details, order_of_group
-from .graph_runs import launches, named
 from .journal import journal
 from .watchdog import watchdog
-
-if TYPE_CHECKING:
-    from ..membership import Membership
 
 __all__ = ["Announcement", "Conduct"]
 
@@ -39,6 +38,31 @@ class Announcement(NamedTuple):
     text: str
     launches: Callable[[], Sequence[tuple[str, str]]]
     series: Series
+
+
+class Members(Protocol):
+    """The ranks that hold a model: :class:`~..model.membership.Membership`."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def topologies(self) -> Sequence[Topology]: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def agreeing(self) -> dist.ProcessGroup: ...
+
+    @property
+    def everyone(self) -> dist.ProcessGroup: ...
+
+    @property
+    def group_names(self) -> list[str]: ...
+
+    @property
+    def partition_groups(self) -> Sequence[Group]: ...
 
 
 class Conduct:
@@ -58,7 +82,7 @@ class Conduct:
         captures: Whether the step that runs is captured by this package.
     """
 
-    def __init__(self, members: Membership, kind: str, parameters: Iterable[str]) -> None:
+    def __init__(self, members: Members, kind: str, parameters: Iterable[str]) -> None:
         self.members = members
         self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
         self._kind = kind
@@ -72,7 +96,7 @@ class Conduct:
         self._group_names = members.group_names  # when the last forward or backward began
         self._watch()
 
-    def of_copy(self, members: Membership) -> Conduct:
+    def of_copy(self, members: Members) -> Conduct:
         """Return the conduct of a copy of the model, which communicates over the same groups.
 
         Copies are numbered per model, not per group: one rank may make some for its own use.
@@ -254,12 +278,12 @@ class Conduct:
         profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
             return  # a single rank may run it alone: see enter_forward
-        self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
+        self.start(f"{phase} graph {digest} ({options})", lambda: [options, *_named(schedule, buckets)])
 
     @property
     def begun_graphs(self) -> list[tuple[str, list[str]]]:
         """Phase and schedule of every compiled graph that has run, including graphs from a compile cache."""
-        return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
+        return [(phase, _named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
 
     def note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
         """Write in the journal what is about to happen, and the collectives that it starts."""
@@ -323,4 +347,35 @@ def _maxima(offers: Sequence[Sequence[int]]) -> list[int]:
 def _launches(
     topologies: Mapping[str, Topology], other: Topology, schedule: str, buckets: Sequence[str], is_due: bool
 ) -> Sequence[tuple[str, str]]:
-    return launches(named(schedule, buckets), topologies, other, is_due)
+    return _launches_of(_named(schedule, buckets), topologies, other, is_due)
+
+
+def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
+    """Return the lines of a schedule, with buckets' names in place of their numbers."""
+    return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
+
+
+def _launches_of(
+    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
+) -> list[tuple[str, str]]:
+    """Return the collectives that a compiled graph starts, each with the name of its process group.
+
+    Args:
+        schedule: Lines of the schedule, with buckets' names.
+        topologies: Topologies by name of the bucket.
+        other: Topology of all other buckets.
+        due: Whether deferred reductions run.
+    """
+    found = []
+    for line in map(ScheduleLine.parse, schedule):
+        if line is None:
+            continue
+        topology, group = topologies.get(line.bucket, other), None
+        if line.what == "gather" and topology.gather_group is not None:
+            # Another model, whose code this one runs, may have created the group of portions.
+            group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
+        elif line.what == "reduce" and (due or not line.is_deferrable):
+            group = topology.stages[line.number - 1].group
+        if group is not None:
+            found.append((line.label, group.name))
+    return found

@@ -34,7 +34,7 @@ class Mutant:
 
 
 HOST = "runtime/memory/host.py"
-ENGINE = "runtime/eager/engine.py"
+REDUCING = "runtime/eager/reducing.py"
 MUTANTS = {
     "no wait for what is copied": Mutant(
         HOST, "        stream.wait_stream(current)  # which computes it\n", "", "offload:eager", "not ordered"
@@ -91,15 +91,15 @@ MUTANTS = {
         "not ordered",
     ),
     "reduction awaited after its use": Mutant(
-        ENGINE,
-        "        result, following = self._await(reduction.result), reduction.stage + 1\n",
+        REDUCING,
+        "        result, following = self._step.wait(reduction.result), reduction.stage + 1\n",
         "        result, following = reduction.result.clone(), reduction.stage + 1\n"
-        "        self._await(reduction.result)\n",
+        "        self._step.wait(reduction.result)\n",
         "full:eager",
         "not ordered",
     ),
     "sent gradients overwritten": Mutant(
-        ENGINE,
+        REDUCING,
         "            started = start_stage(gradient, stage, bucket.exchange, token)\n",
         "            started = start_stage(gradient, stage, bucket.exchange, token)\n            gradient.zero_()\n",
         "full:eager",
@@ -127,7 +127,7 @@ MUTANTS = {
         "registered twice",
     ),
     "a reduction of another kind on one rank": Mutant(
-        "runtime/ops.py",
+        "runtime/collectives/ops.py",
         "    return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)\n",
         '    return _start(gradient, exchange.collectives[stage], "max", size, group)\n',
         "full:eager",

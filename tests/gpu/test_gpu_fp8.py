@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.models.llama import Block
-from mfsdp_compile.runtime import compat, quantize
-from mfsdp_compile.runtime.fp8_linear import quantize_over
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.formats.fp8_linear import quantize_over
 
 pytestmark = [
     pytest.mark.skipif(

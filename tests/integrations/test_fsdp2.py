@@ -206,17 +206,17 @@ def gathers() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def reductions() -> Iterator[list[str]]:
     """Record every collective of the eager path that reduces gradients."""
-    from mfsdp_compile.runtime.eager import engine
+    from mfsdp_compile.runtime.eager import reducing
 
     found: list[str] = []
-    plain = engine.start_stage
+    plain = reducing.start_stage
 
     def start(gradient: Tensor, stage: int, exchange: Any, token: Any) -> Tensor:
         if exchange.when[stage] == "always":
             found.append(exchange.collectives[stage])
         return plain(gradient, stage, exchange, token)
 
-    with mock.patch.object(engine, "start_stage", start):
+    with mock.patch.object(reducing, "start_stage", start):
         yield found
 
 
@@ -399,7 +399,7 @@ def test_unshard_and_reshard() -> None:
 
 @on_ranks(2)
 def test_explicit_prefetch() -> None:
-    from mfsdp_compile.runtime.eager.engine import EagerRuntime
+    from mfsdp_compile.runtime.eager.gathering import Gathering
 
     model = by_block(fsdp2)
     expected = train(by_block(fsdp2), steps=1)
@@ -409,7 +409,7 @@ def test_explicit_prefetch() -> None:
     for layer in (second, third):
         layer.set_modules_to_forward_prefetch([])
     order = []
-    start = EagerRuntime._start_bucket
+    start = Gathering.start_bucket
 
     def recorded(self: Any, unit: Any, bucket: Any, plane: Any) -> None:
         order.append((len(used), unit.name))
@@ -418,7 +418,7 @@ def test_explicit_prefetch() -> None:
     used: list[str] = []
     for name, layer in zip("123", model.layers, strict=True):
         layer.register_forward_hook(lambda *_, name=name: used.append(name))
-    with mock.patch.object(EagerRuntime, "_start_bucket", recorded):
+    with mock.patch.object(Gathering, "start_bucket", recorded):
         run = train(model, steps=1)
     assert run == expected
     forward = [name for _, name in order[:5]]

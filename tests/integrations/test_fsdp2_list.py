@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fsdp2
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.engine import EagerRuntime
+from mfsdp_compile.runtime.eager.gathering import Gathering
 
 Results = list[Any]
 
@@ -580,7 +580,7 @@ def test_backward_gathers_ahead(recompute: bool) -> None:
             composable_checkpoint(layer)
     shard(fsdp2, model, reshard_after_forward=True)
     events: list[str] = []
-    start = EagerRuntime._start_bucket
+    start = Gathering.start_bucket
 
     def recorded(self: Any, unit: Any, bucket: Any, plane: Any) -> None:
         events.append(f"gather {unit.name}")
@@ -589,7 +589,7 @@ def test_backward_gathers_ahead(recompute: bool) -> None:
     for name, layer in enumerate(model.layers):
         layer.register_full_backward_hook(lambda *_, name=name: events.append(f"ran layers.{name}"))
     loss = model(mine(6, 8)).sum()
-    with mock.patch.object(EagerRuntime, "_start_bucket", recorded):
+    with mock.patch.object(Gathering, "start_bucket", recorded):
         loss.backward()
     layers = [event for event in events if "layers" in event]
     for number in (2, 1):

@@ -42,7 +42,7 @@ from mfsdp_compile.megatron import (
 from mfsdp_compile.megatron.settings import Treatment, known, setting_of
 from mfsdp_compile.megatron.translation import sharding_arguments
 from mfsdp_compile.megatron.validation import SECTIONS
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 BRIDGE = "Megatron Bridge: Megatron FSDP"
 README = "megatron-fsdp: README"

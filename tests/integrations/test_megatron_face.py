@@ -40,7 +40,7 @@ from mfsdp_compile.megatron import (
     allocator_arguments,
     dump_param_to_param_group_map,
 )
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

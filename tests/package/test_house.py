@@ -27,27 +27,16 @@ LAYERS = [
 """A file may import files of its own layer and of earlier ones. The longest matching prefix gives a file's layer."""
 
 READ_BY_PASSES = {
-    *("exchange", "fp8_linear", "layout", "nearest", "ops", "program_lines", "quantize", "schedule_text"),
+    *("collectives.ops", "formats.fp8_linear", "formats.quantize", "geometry.exchange", "geometry.layout"),
+    *("nearest", "program_lines", "schedule.text"),
     "untrusted_files",
 }
 """Files of ``runtime`` that passes import, but ``compat``'s, which is imported as a package."""
 
 CIRCLES = [
-    {
-        "runtime.eager.engine", "runtime.grad_sync", "runtime.membership", "runtime.memory.bucket",
-        "runtime.memory.deferred_gradients", "runtime.memory.extension", "runtime.memory.gradients",
-        "runtime.memory.pickled", "runtime.memory.redistribute", "runtime.memory.replicated", "runtime.memory.rows",
-        "runtime.memory.tensor", "runtime.memory.written_gradients", "runtime.ops", "runtime.optim.muon",
-        "runtime.optim.state", "runtime.optim.step_tracker", "runtime.optim.tracking", "runtime.optim.whole_step",
-        "runtime.owner", "runtime.plan.buckets", "runtime.plan.experts", "runtime.plan.model_plan",
-        "runtime.plan.offload", "runtime.plan.partition", "runtime.plan.precision_plan", "runtime.plan.references",
-        "runtime.plan.units", "runtime.precision", "runtime.ranks.conduct", "runtime.ranks.graph_runs",
-        "runtime.step_checks",
-    },
     {"api", "backend.verify_step", "megatron.direct", "wrapper"},
-    {"runtime.eager.summon", "runtime.model", "runtime.recovery"},
     {"passes.context", "passes.decisions"},
-]  # fmt: skip
+]
 """Files that import one another in a circle, imports for types included."""
 
 PRIVATE = {

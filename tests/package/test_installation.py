@@ -109,13 +109,13 @@ def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
 sys.path[:] = [p for p in sys.path if "editable" not in p]
-import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout, torch
+import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.geometry.layout, torch
 print(mfsdp_compile.passes.unshard.__file__)
-print(mfsdp_compile.runtime.layout.__file__)
+print(mfsdp_compile.runtime.geometry.layout.__file__)
 print("mfsdp" in torch._dynamo.list_backends())
 """
     out = run(program, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
-    assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "layout.py"), "True"]
+    assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "geometry" / "layout.py"), "True"]
 
 
 EDITABLE = f"""
@@ -127,8 +127,8 @@ class Finder:  # as setuptools writes it for pip install -e of a package whose f
         folder = {{"mfsdp_compile.passes": "passes", "mfsdp_compile.runtime": "runtime"}}.get(name)
         return folder and spec_from_file_location(name, f"{ROOT}/{{folder}}/__init__.py")
 sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f).lower()] + [Finder]
-import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout
-for module in (mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout):
+import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.geometry.layout
+for module in (mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.geometry.layout):
     print(module.__file__)
 """
 
@@ -179,7 +179,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
     top = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
     assert top <= {"mfsdp_compile", "bin"}
-    for part in ("passes/unshard.py", "runtime/layout.py", "models/llama.py", "megatron/settings.py", "py.typed"):
+    for part in (
+        "passes/unshard.py",
+        "runtime/geometry/layout.py",
+        "models/llama.py",
+        "megatron/settings.py",
+        "py.typed",
+    ):
         assert (installed / "mfsdp_compile" / part).is_file()
 
 
@@ -188,7 +194,7 @@ def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
 @pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: Path, command: str) -> None:
     environment = {"PYTHONPATH": str(installed), "COLUMNS": "200"}
-    where = "import mfsdp_compile.runtime.layout as layout; print(layout.__file__)"
+    where = "import mfsdp_compile.runtime.geometry.layout as layout; print(layout.__file__)"
     assert run(where, cwd=tmp_path, **environment).startswith(str(installed))
     options = ["--eager", "--batch", "2", "--length", "32", "--steps", "4", "--parity-steps", "2"]
     done = subprocess.run(

@@ -37,9 +37,10 @@ from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens
-from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.plan import experts as runtime_experts
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
 STEPS = 3

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import differentiable_collectives
+from mfsdp_compile.runtime.collectives import differentiable as differentiable_collectives
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 6, 8, 5
 

@@ -30,7 +30,7 @@ from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_moe
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 CONFIG = MoeConfig(32, 16, 2, 2, 2, 24, experts=8, chosen=2, shared=1, dispatch="all_gather")
 RELATIVE = 1e-5

@@ -34,7 +34,8 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import allocated, collectives
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage, clip_grad_norm_, held_memory, state_of
 from mfsdp_compile.passes.solver.simulate import Category, OptimizerCost, resting_memory
-from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
 
 MICROBATCHES = 4
 

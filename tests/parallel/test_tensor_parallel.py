@@ -31,7 +31,8 @@ from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, parallelize
-from mfsdp_compile.runtime.plan.partition import Partition, Partitioner
+from mfsdp_compile.runtime.geometry.partition import Partition
+from mfsdp_compile.runtime.plan.partition import Partitioner
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5

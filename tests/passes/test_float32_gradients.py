@@ -15,7 +15,7 @@ import parity
 import pytest
 import torch
 import zoo
-from test_passes import RANKS, TOPOLOGY, marked, scheduled, set_phase_of
+from test_passes import RANKS, exchange_of, marked, scheduled, set_phase_of
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
@@ -26,7 +26,7 @@ from mfsdp_compile.passes import float32_gradients, pipeline, roles
 from mfsdp_compile.passes.context import BucketInfo, Context, Report, SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier import verify
-from mfsdp_compile.runtime.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +41,7 @@ def context(*shapes: tuple[int, ...], comm_dtype: torch.dtype = F32) -> Context:
     """Return a context with one bucket of parameters of these shapes, 128 elements apart."""
     slots = tuple(Slot(f"w{i}", shape, offset=128 * i) for i, shape in enumerate(shapes))
     layout = BucketLayout(2, 2, 64 * len(shapes), slots)
-    exchange = TOPOLOGY.exchange(layout, BF16, comm_dtype, "avg", 1.0)
+    exchange = exchange_of(layout, BF16, comm_dtype)
     info = BucketInfo("layers.0", "layers.0", layout, exchange, layout.numel * 2, True)
     return Context((info,), SchedulePolicy(), whole_model=False, float32_gradients=True)
 

@@ -28,7 +28,7 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.fp8_linear import quantize_over
+from mfsdp_compile.runtime.formats.fp8_linear import quantize_over
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CONFIG = LlamaConfig(vocabulary=48, width=32, layers=3, heads=4, kv_heads=2, hidden=48)

@@ -20,8 +20,11 @@ from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract
 from mfsdp_compile.passes.verifier.verify import ScheduleError
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.topology import Group, ShardingStrategy, Topology
+from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
+from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.geometry.topology import Group, Topology
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WIDTH = 8
@@ -30,12 +33,28 @@ FULL, OPTIM, NONE = ShardingStrategy.OPTIM_GRADS_PARAMS, ShardingStrategy.OPTIM,
 TOPOLOGY = Topology(None, FULL, NONE, RANKS, None, RANKS)  # type: ignore[arg-type]
 
 
+def exchange_of(layout: BucketLayout, dtype: torch.dtype, comm_dtype: torch.dtype) -> Exchange:
+    """Return how a bucket is exchanged over :data:`TOPOLOGY`."""
+    plan = BucketPlan(
+        "bucket",
+        "unit",
+        layout,
+        model_dtype=dtype,
+        compute_dtype=dtype,
+        main_dtype=torch.float32,
+        requires_grad=True,
+        grad_dtype=torch.float32,
+        comm_dtype=comm_dtype,
+    )
+    return plan.exchange(TOPOLOGY)
+
+
 def context(units: list[str], policy: SchedulePolicy | None = None, trainable: bool = True) -> Context:
     """Return buckets of one matrix each, for units of these names."""
     infos = []
     for i, unit in enumerate(units):
         (layout,) = plan_layouts([ParamSpec(f"w{i}", (WIDTH, WIDTH))], 4, 2)
-        exchange = TOPOLOGY.exchange(layout, torch.float32, torch.float32, "avg", 1.0)
+        exchange = exchange_of(layout, torch.float32, torch.float32)
         infos.append(BucketInfo(f"{unit}.{i}", unit, layout, exchange, layout.numel * 4, trainable))
     return Context(tuple(infos), policy or SchedulePolicy(), whole_model=False)
 

@@ -45,8 +45,8 @@ from mfsdp_compile.passes.solver.simulate import (
 )
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, solve
 from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
-from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 ADAMW = OptimizerCost()
 MB = 10**6

@@ -40,8 +40,8 @@ from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_
 from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKENS_OFF, TOKENS_OFF_MEDIAN
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

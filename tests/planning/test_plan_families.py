@@ -24,7 +24,7 @@ from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Inputs
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 CPU, RANKS, LAYERS = hardware("cpu"), 4, 7

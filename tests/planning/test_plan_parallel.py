@@ -30,7 +30,7 @@ from mfsdp_compile.planning.planner import Planned, planned, traced_stages
 from mfsdp_compile.planning.trace_model import Trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_llama
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

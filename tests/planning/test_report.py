@@ -58,8 +58,8 @@ from mfsdp_compile.report import (
 )
 from mfsdp_compile.report.numbers import change_text
 from mfsdp_compile.report.timeline import points
-from mfsdp_compile.runtime.exchange import Exchange
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 
 MIB = 1 << 20
 REASON = "limited by memory budget (needs 0.6 GiB)"

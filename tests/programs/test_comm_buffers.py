@@ -26,8 +26,9 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.exchange import Buffers
 from mfsdp_compile.runtime.memory.allocation import Allocator
-from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, BufferPool, Buffers, assign_buffers
+from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, BufferPool, assign_buffers
 
 DOUBLE = {"fsdp_double_buffer": True}
 LARGEST = {"maxpool_double_buffer": True}

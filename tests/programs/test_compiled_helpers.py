@@ -152,13 +152,13 @@ def test_bucket_is_released_when_compiled_code_has_read_it() -> None:
     model = fully_shard_model(Net("method"), fsdp_unit_modules=[Block])
     eager, most = model.sharded.eager, []
     first, second = (block.a._mfsdp_homes["weight"].bucket for block in model.module.blocks)
-    model.module.head.register_forward_hook(lambda *_: most.append({first, second} & {*eager._gathered}))
+    model.module.head.register_forward_hook(lambda *_: most.append({first, second} & {*eager.gathering.gathered}))
     for _ in range(2):
         loss = model(torch.ones(2, SIZE)).sum()
-        assert not eager._hooks_everywhere
-        assert first not in eager._gathered
+        assert not eager.gathering.hooks_everywhere
+        assert first not in eager.gathering.gathered
         loss.backward()
-        assert not eager._gathered
+        assert not eager.gathering.gathered
     assert all(first not in gathered for gathered in most)
 
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.memory.deferred_gradients import DeferredGradient
-from mfsdp_compile.runtime.memory.gradients import Asked
+from mfsdp_compile.runtime.memory.deferred_gradients import DeferredGradient, RequestedGradients
+from mfsdp_compile.runtime.memory.gradients import defer_unless_due
 
 
 class Heads(zoo.Plain):
@@ -194,6 +194,7 @@ class StubBucket:
     def __init__(self, is_due: bool) -> None:
         self.owner = SimpleNamespace(grad_sync=SimpleNamespace(is_due=lambda: is_due))
         self.plan = SimpleNamespace(keeps_memory=False)
+        self.pending: DeferredGradient | None = None
 
     def keep(self, use: str, values: Tensor) -> Tensor:
         return values
@@ -209,9 +210,9 @@ class StubBucket:
 def test_a_gradient_that_waits_is_a_copy() -> None:
     """A deferred gradient is a copy, because compiled code reuses its memory."""
     bucket = StubBucket(is_due=False)
-    pending = DeferredGradient(bucket, torch.float32)  # type: ignore[arg-type]
+    pending = bucket.pending = DeferredGradient(bucket, torch.float32)
     gradient = torch.ones(4)
-    assert pending.exchange(gradient) is None
+    assert defer_unless_due(pending.token, gradient) is None
     gradient.zero_()
     assert torch.equal(pending.total, torch.ones(4))
 
@@ -219,10 +220,10 @@ def test_a_gradient_that_waits_is_a_copy() -> None:
 def test_a_reduction_writes_nothing_into_its_input() -> None:
     """``backward(inputs=...)`` leaves out a parameter: compiled code may read the packed gradients elsewhere too."""
     bucket = StubBucket(is_due=True)
-    pending = DeferredGradient(bucket, torch.float32)  # type: ignore[arg-type]
-    pending.asked = Asked(returned=frozenset(), added=frozenset({1}), left_out=frozenset({0}), count=2)
+    pending = bucket.pending = DeferredGradient(bucket, torch.float32)
+    pending.requested = RequestedGradients(returned=frozenset(), added=frozenset({1}), left_out=frozenset({0}), count=2)
     gradient = torch.ones(4)
-    reduced = pending.exchange(gradient)
+    reduced = defer_unless_due(pending.token, gradient)
     assert torch.equal(reduced, torch.tensor([0.0, 0.0, 1.0, 1.0]))
     assert torch.equal(gradient, torch.ones(4))
 
@@ -267,7 +268,7 @@ def test_what_is_gathered_in_a_step(fake_world: int) -> None:
     seen: list[set[str]] = []
 
     def look(*_: Any) -> None:
-        seen.append({bucket.plan.unit for bucket in model.sharded.eager._gathered})
+        seen.append({bucket.plan.unit for bucket in model.sharded.eager.gathering.gathered})
 
     model.module.blocks[0].register_forward_hook(look)
     for _ in range(2):
@@ -285,11 +286,11 @@ def test_what_follows_on_what_is_forgotten_with_a_step(fake_world: int) -> None:
     """The order of units that an abandoned step learned is forgotten. Ranks may have learned different orders."""
     model = fully_shard_model(parity.build(Heads), fsdp_unit_modules=[zoo.Block, nn.Linear])
     eager = model.sharded.eager
-    before = dict(eager._next)
+    before = dict(eager.gathering._next)
     model(torch.ones(2, 8), 1)
-    assert eager._next != before
+    assert eager.gathering._next != before
     eager.abandon()
-    assert eager._next == before
+    assert eager.gathering._next == before
 
 
 @on_ranks(2, timeout=60)

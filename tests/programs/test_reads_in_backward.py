@@ -153,13 +153,13 @@ def test_what_backward_has_read_is_released() -> None:
         block.register_full_backward_hook(read_all)
     for _ in range(2):
         model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()
-        assert not eager._gathered
+        assert not eager.gathering.gathered
     done = [block.linear._mfsdp_homes["weight"].bucket for block in net.blocks]
     counts: list[int] = []
 
     def read_again(*_: Any) -> None:
         read_all()
-        counts.append(len({*done} & {*eager._gathered}))
+        counts.append(len({*done} & {*eager.gathering.gathered}))
 
     net.enter.register_full_backward_hook(read_again)
     model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()

@@ -236,12 +236,12 @@ def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
             model(torch.ones(3, WIDTH))
         home = (model.module.head if where == "root" else model.module.out.head)._mfsdp_homes["weight"]
         gc.collect()
-        assert home.bucket not in eager._gathered
-        gather = eager._gather
-        eager._gather = lambda bucket, *planes: (gathered.append(bucket), gather(bucket, *planes))[1]
+        assert home.bucket not in eager.gathering.gathered
+        gather = eager.gathering.gather
+        eager.gathering.gather = lambda bucket, *planes: (gathered.append(bucket), gather(bucket, *planes))[1]
         loss.backward()
         assert home.bucket in gathered
-        assert not eager._hooks_everywhere
+        assert not eager.gathering.hooks_everywhere
 
 
 @on_ranks(2, timeout=120)

@@ -87,13 +87,13 @@ def test_reductions_under_way_are_counted_by_unit() -> None:
     """With six buckets per block, six reductions run behind the next block's computation, not one."""
     model, _ = parity.shard(parity.build(zoo.Plain), EAGER, bucket_bytes=1)
     runtime = model.sharded.eager
-    reduce, under_way = runtime.reduce, []
+    reduce, under_way = runtime.reducing.post_backward, []
 
     def counted(bucket: Any, *arguments: Any) -> None:
         reduce(bucket, *arguments)
-        under_way.append((bucket.plan.unit, len(runtime._reductions)))
+        under_way.append((bucket.plan.unit, len(runtime.reducing.running)))
 
-    runtime.reduce = counted
+    runtime.reducing.post_backward = counted
     model(parity.batches(1)[0, dist.get_rank()]).backward()
     assert [count for unit, count in under_way if unit == "root:after"] == [1, 2, 3, 4]
     assert [count for unit, count in under_way if unit == "blocks.2"] == [5, 6, 6, 6, 6, 6]
@@ -220,7 +220,7 @@ def test_forward_without_backward_leaves_nothing_gathered(mode: str) -> None:
     call(torch.randn(4, 8))
     with torch.no_grad():
         call(torch.randn(4, 8))
-    assert not model.sharded.eager._gathered
+    assert not model.sharded.eager.gathering.gathered
 
 
 @pytest.mark.long_unless("*-eager")
@@ -291,7 +291,7 @@ def test_blocks_compiled_one_by_one_share_a_graph() -> None:
         sum(alone(x) / world_size for x in batch).backward()
         _assert_same_gradients(model.module, alone)
     assert len(model.sharded.compiled_graphs) == 1
-    assert not model.sharded.eager._gathered
+    assert not model.sharded.eager.gathering.gathered
 
 
 @pytest.mark.long
@@ -345,7 +345,7 @@ def test_gradients_of_inputs() -> None:
         (its,) = torch.autograd.grad(alone(x), x)
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-7)
         assert all(param.grad is None for param in model.parameters())
-        assert not model.sharded.eager._gathered
+        assert not model.sharded.eager.gathering.gathered
 
 
 @pytest.mark.long_unless("*-eager")

@@ -49,7 +49,7 @@ def train(factory: Callable[[], nn.Module], inner: str, strategy: str, **argumen
         optimizer.zero_grad()
     served = [record for record in model.sharded.compiled_graphs if all(b.has_resident for b in record.context.buckets)]
     assert bool(served) == (inner != EAGER)
-    assert not model.sharded.eager._gathered
+    assert not model.sharded.eager.gathering.gathered
     return [*found, *(param.to_local().detach().clone() for param in model.parameters())]
 
 
@@ -126,17 +126,17 @@ def test_collectives_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     model(x).backward()  # compiles, and learns the order
     eager, happened = model.sharded.eager, []
     model.module.tell = happened.append
-    start, take_in = eager._announce, eager._take_in
+    start, take_in = eager.step.announce, eager.reducing._take_in
 
     def announce(what: str, bucket: Any, *arguments: Any) -> None:
         happened.append(f"{what} {bucket.plan.name}")
         start(what, bucket, *arguments)
 
     def taken_in() -> None:
-        happened.append(f"await {eager._reductions[0].bucket.plan.name}")
+        happened.append(f"await {eager.reducing.running[0].bucket.plan.name}")
         take_in()
 
-    eager._announce, eager._take_in = announce, taken_in  # type: ignore[method-assign]
+    eager.step.announce, eager.reducing._take_in = announce, taken_in  # type: ignore[method-assign]
     loss = model(x)
     for number in range(3):
         assert happened.index(f"gather blocks.{number + 1}") < happened.index(f"call blocks.{number + 1}")

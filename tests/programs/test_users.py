@@ -38,7 +38,7 @@ def test_apply_and_print_are_no_forwards() -> None:
     if dist.get_rank() == 0:  # a LayerNorm's repr reads its bias
         assert "LayerNorm" in repr(model)
     dist.barrier()
-    assert not model.sharded.eager._gathered
+    assert not model.sharded.eager.gathering.gathered
     train_step(call)
 
 

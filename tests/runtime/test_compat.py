@@ -31,9 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.runtime import compat, ops
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.collectives import ops
 from mfsdp_compile.runtime.compat import gloo
-from mfsdp_compile.runtime.exchange import Exchange
+from mfsdp_compile.runtime.geometry.exchange import Exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.rows import RowSplit
 from mfsdp_compile.runtime.init import deferred_fill
 from mfsdp_compile.runtime.init.deferred_fill import DeferredFills
 from mfsdp_compile.runtime.init.mersenne import skipped
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.rows import RowSplit
 
 RANKS = 3
 

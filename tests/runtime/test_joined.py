@@ -207,7 +207,7 @@ def test_skipped_modules() -> None:
                 continue
             assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
             assert torch.equal(b.grad.to_local(), c.grad.to_local())
-        assert not eager.sharded.eager._gathered
+        assert not eager.sharded.eager.gathering.gathered
         for model in (apart, eager, compiled):
             model.zero_grad()
 
@@ -219,7 +219,7 @@ def test_a_unit_of_which_a_module_is_skipped_is_let_go_of() -> None:
     runtime = model.sharded.eager
     gathered: list[list[str]] = []
     for block in model.module.blocks:
-        block.down.register_forward_hook(lambda *_: gathered.append([b.plan.unit for b in runtime._gathered]))
+        block.down.register_forward_hook(lambda *_: gathered.append([b.plan.unit for b in runtime.gathering.gathered]))
     for skipped, expected in (
         ((), [["blocks.0-1"], ["blocks.0-1"], ["blocks.2-3"], ["blocks.2-3"]]),
         ((1,), [["blocks.0-1"], ["blocks.2-3"], ["blocks.2-3"]]),

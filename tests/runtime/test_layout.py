@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mfsdp_compile.runtime import layout as layouts
-from mfsdp_compile.runtime.layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
+from mfsdp_compile.runtime.geometry import layout as layouts
+from mfsdp_compile.runtime.geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 100, 101, 128, 257])
 SHAPES = st.lists(SIZES, min_size=0, max_size=3).map(tuple)

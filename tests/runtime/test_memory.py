@@ -208,17 +208,17 @@ def test_parameters_that_other_modules_read(block: type[nn.Module], frozen: bool
 def test_only_modules_with_parameters_hook_what_autograd_saves() -> None:
     model, call, x = sharded(EAGER)
     eager, count = model.sharded.eager, 0
-    pack = eager._pack
+    pack = eager.saved.pack
 
     def packed(tensor: Tensor) -> Any:
         nonlocal count
         count += 1
         return pack(tensor)
 
-    eager._pack = packed
+    eager.saved.pack = packed
     call(x).backward()
     matrices = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert count == 2 * matrices - 1  # each matrix, and what it is multiplied by; the input needs no gradient
-    eager._hooks_everywhere, count = True, 0
+    eager.gathering.hooks_everywhere, count = True, 0
     call(x).backward()
     assert count == 2 * matrices - 1 + matrices + 1  # also what tanh keeps after each of them, and the loss

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.rows import RowSplit
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.memory.redistribute import take_rows
 from mfsdp_compile.runtime.memory.replicated import ReplicatedTensor, RowView
-from mfsdp_compile.runtime.memory.rows import RowSplit
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
-from mfsdp_compile.runtime.topology import Topology
 
 
 def cut() -> tuple[Any, dict[str, Tensor]]:

@@ -22,13 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.rows import RowSplit
+from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.rows import RowSplit
+from mfsdp_compile.runtime.geometry.topology import Group
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.optim.state import shard_state
 from mfsdp_compile.runtime.optim.trial import depends_on_others, is_elementwise
-from mfsdp_compile.runtime.topology import Group
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.runtime.casts import cast_tensors
+from mfsdp_compile.runtime.formats.casts import cast_tensors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BF16_PARAMS = TorchPolicy(param_dtype=BF16, reduce_dtype=F32)

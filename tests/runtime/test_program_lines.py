@@ -18,8 +18,8 @@ from messages import messages
 from torch import nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import step_checks
 from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.step import checks as step_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 

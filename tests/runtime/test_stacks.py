@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict, load
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.rows import RowSplit
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.rows import RowSplit
 
 ALONE = {"disable_bucketing": True}
 """Every parameter has a bucket of its own."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mfsdp_compile.runtime.plan import units as units_module
+from mfsdp_compile.runtime.plan.precision import Policies
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import (
     find_units,
@@ -22,7 +23,6 @@ from mfsdp_compile.runtime.plan.units import (
     repeated_blocks,
     resolve_unit_classes,
 )
-from mfsdp_compile.runtime.precision import Policies
 
 
 def owned(model: nn.Module, classes: object) -> dict[str, list[str]]:

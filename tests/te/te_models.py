@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import quantize
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
@@ -380,7 +381,7 @@ def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recip
             # MXFP8 takes multiples of 32 rows for each expert.
             rows = 2 * ROWS if kind == "GroupedLinear" else ROWS
             loss = model(batch(kind, 0, width)[:rows], is_first_microbatch=first).float().sum()
-        gathered = [state.full for state in model.sharded.eager._gathered.values() if state.full is not None]
+        gathered = [state.full for state in model.sharded.eager.gathering.gathered.values() if state.full is not None]
         buckets = model.sharded.buckets
         at_rest = [each for b in buckets for each in (b.flat, b.quantized, b.quantized_columns)]
         stay = {key_of(each) for each in [*gathered, *at_rest] if each is not None}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.memory.planes import cut_blocks
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")

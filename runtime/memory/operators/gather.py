@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from ... import compat
-from ...plan.partition import whole_tensor
-from ...topology import Group, Topology
+from ...geometry.partition import whole_tensor
+from ...geometry.topology import Group, Topology
 from ..redistribute import all_gather_rows, note_received, take_rows
 from ..replicated import ReplicatedTensor, RowView
 from ..tensor import RowShardedTensor

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ..plan.partition import local_part
-from .modules import as_written
-
-if TYPE_CHECKING:
-    from ..memory.bucket import Bucket
-    from ..model import ShardedModel
+from ..eager.modules import as_written
+from ..geometry.partition import local_part
+from ..memory.bucket import Bucket
 
 __all__ = ["whole_parameters"]
 
 
 @contextlib.contextmanager
-def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
+def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, writeback: bool) -> Iterator[None]:
     """Put whole parameters into the modules, in the dtype of the shards, and disable windows and parameter properties.
 
     Args:
-        sharded: The sharded model.
+        buckets: Buckets of a sharded model.
         module: The module that it shards.
         writeback: Whether to copy this rank's rows of the parameters back at the end.
 
     Raises:
         ValueError: At the end: a parameter was replaced by one of another shape. The shards keep their previous values.
     """
-    wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
+    wholes = {bucket: _wholes(bucket) for bucket in buckets}
     for bucket, params in wholes.items():
         for index, holder, attribute in bucket.holders():
             holder._parameters[attribute] = params[index]

@@ -10,7 +10,7 @@
 ``gather(shard, resident, token, sent, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
-    collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`. A bucket that is gathered in float8 is traced as
+    collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is traced as
     all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is, there is a plain
     wait, and two results for each parameter: all anchors, and then all data. If the shard is in host memory and the device
     keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
@@ -49,7 +49,7 @@
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a collective.
 ``begin(phase, digest, schedule, used)``
-    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.ranks.graph_runs`.
+    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.step.graph_runs`.
 
 The operators take numbers and strings instead of layout and group objects. A graph that contains them therefore prints
 as valid Python, and its cache key includes everything that matters.
@@ -65,13 +65,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import compat, quantize
-from .exchange import Exchange, When, split_sizes
-from .memory import host
-from .memory.comm_buffers import Buffers, take
-from .memory.deferred_gradients import pending_of
-from .memory.rows import contiguous_strides
-from .ranks import graph_runs
+from .. import compat
+from ..formats import quantize
+from ..geometry.exchange import Buffers, Exchange, When, split_sizes
+from ..geometry.rows import contiguous_strides
+from ..memory import host
+from ..memory.comm_buffers import take
+from ..memory.deferred_gradients import bucket_of
+from ..memory.gradients import defer_unless_due
+from ..step import graph_runs
 
 __all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wait_quantized"]
 
@@ -435,13 +437,12 @@ def _reduce_if_due(
     group: str,
     inspected: bool,
 ) -> Tensor:
-    pending = pending_of(token)
     to_reduce: Tensor | None = gradient
     if inspected:
-        pending.bucket.inspect(gradient)
+        bucket_of(token).inspect(gradient)
     if when == When.IF_DUE.value:
-        to_reduce = pending.exchange(gradient)
-    elif when == When.FOLLOWS.value and pending.kept:
+        to_reduce = defer_unless_due(token, gradient)
+    elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
         to_reduce = None
     if to_reduce is None:
         return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))

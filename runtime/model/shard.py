@@ -12,33 +12,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import compat
-from .casts import Casts
-from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
-from .eager.modules import shard_module
-from .eager.save_methods import guard_saving
-from .exchange import Overlap
-from .init import meta
-from .layout import LayoutPolicy
+from .. import compat
+from ..eager.engine import EagerRuntime, Window
+from ..eager.modules import shard_module
+from ..eager.save_methods import guard_saving
+from ..eager.units import EagerPolicy, EagerUnit
+from ..formats.casts import Casts
+from ..geometry.bucket_plan import Offload
+from ..geometry.exchange import Overlap
+from ..geometry.layout import LayoutPolicy
+from ..geometry.topology import Topology
+from ..init import meta
+from ..memory import pickled as pickled  # registers how tensors at rest are pickled
+from ..memory.allocation import Allocate, Allocator
+from ..memory.bucket import Bucket, Home
+from ..memory.comm_buffers import BufferPolicy, BufferPool
+from ..memory.registration import Registration
+from ..owner import ModuleRef
+from ..plan import communicators
+from ..plan.buckets import BucketPlanner
+from ..plan.communicators import Communication
+from ..plan.experts import ExpertPlacement
+from ..plan.model_plan import ModelPlan, divide
+from ..plan.precision import GradientPolicy, Policies
+from ..plan.references import move_hooks, retire
+from ..plan.units import Unit, UnitModules
+from ..ranks.agreement import agree
+from ..ranks.conduct import Conduct
 from .membership import Membership
-from .memory.allocation import Allocate, Allocator
-from .memory.bucket import Bucket, Home
-from .memory.comm_buffers import BufferPolicy, BufferPool
-from .memory.host import Offload
-from .memory.registration import Registration
-from .model import ShardedModel
-from .owner import ModuleRef
-from .plan import communicators
-from .plan.buckets import BucketPlanner
-from .plan.communicators import Communication
-from .plan.experts import ExpertPlacement
-from .plan.model_plan import ModelPlan, divide
-from .plan.references import move_hooks, retire
-from .plan.units import Unit, UnitModules
-from .precision import GradientPolicy, Policies
-from .ranks.agreement import agree
-from .ranks.conduct import Conduct
-from .topology import Topology
+from .sharded_model import ShardedModel
 
 __all__ = ["ShardingOptions", "shard_model"]
 

@@ -27,30 +27,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import compat, recovery, step_checks
-from .eager.engine import EagerRuntime
-from .eager.modules import is_sharded, label_module, release_module
-from .eager.summon import whole_parameters
-from .exchange import Overlap, buffer_bytes
-from .grad_sync import GradSync, SyncSettings
+from .. import compat
+from ..eager.engine import EagerRuntime
+from ..eager.modules import is_sharded, label_module, release_module
+from ..geometry.exchange import Overlap, buffer_bytes
+from ..geometry.partition import Peers, local_part
+from ..geometry.topology import Accumulation, Topology
+from ..memory.bucket import Bucket
+from ..memory.comm_buffers import BufferPool
+from ..memory.quantized_shards import QuantizedShards
+from ..memory.registration import Registration
+from ..memory.tensor import NOTED_VALUE, RowShardedTensor
+from ..optim.step_tracker import StepTracker
+from ..optim.tracking import Optimizers, watch_steps
+from ..owner import ignore, owners_of, stop_ignoring
+from ..plan.model_plan import shared_buffers
+from ..plan.precision import Policies
+from ..ranks import compared
+from ..ranks.agreement import agree, value_digest
+from ..ranks.conduct import Conduct
+from ..ranks.journal import journal
+from ..step import checks as step_checks
+from ..step.grad_sync import GradSync, SyncSettings
+from . import recovery
 from .membership import Membership
-from .memory.bucket import Bucket
-from .memory.comm_buffers import BufferPool
-from .memory.quantized_shards import QuantizedShards
-from .memory.registration import Registration
-from .memory.tensor import NOTED_VALUE, RowShardedTensor
-from .optim.step_tracker import StepTracker
-from .optim.tracking import Optimizers, watch_steps
-from .owner import ignore, owners_of, stop_ignoring
-from .plan.model_plan import shared_buffers
-from .plan.partition import Peers, local_part
-from .precision import Policies
-from .ranks import compared
-from .ranks.agreement import agree, value_digest
-from .ranks.conduct import Conduct
-from .ranks.journal import journal
 from .run_lineage import Lineage
-from .topology import Accumulation, Topology
+from .summon import whole_parameters
 
 __all__ = ["ShardedModel", "models_of", "note_values"]
 
@@ -314,7 +316,7 @@ class ShardedModel:
             return [f"bucket {name}" for name in names]
 
         if self.eager.is_in_window:
-            self.eager.note_own_gathers(buckets)
+            self.eager.gathering.note_own_gathers(buckets)
         if self.eager.is_in_window and self.topology.gather_group is not None:
             self.conduct.start(what, details)
         else:
@@ -531,7 +533,7 @@ class ShardedModel:
         self.check_parameters_are_everyones("summon_full_params")
         assert self.module is not None
         self.eager.leave_stray_reads()
-        with whole_parameters(self, self.module, writeback):
+        with whole_parameters(self.buckets, self.module, writeback):
             yield
 
     def refuse_in_step(self, what: str) -> None:

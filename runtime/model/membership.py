@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import compat
-from .exchange import Overlap
-from .plan import communicators
-from .plan.communicators import Communication
-from .plan.experts import ExpertPlacement
-from .plan.model_plan import ModelPlan
-from .plan.partition import Partition, local_part, model_ranks
-from .ranks import compared
-from .ranks.agreement import agree, value_digest
-from .topology import Accumulation, Group, Topology
+from .. import compat
+from ..geometry.exchange import Overlap
+from ..geometry.partition import Partition, local_part, model_ranks
+from ..geometry.topology import Accumulation, Group, Topology
+from ..plan import communicators
+from ..plan.communicators import Communication
+from ..plan.experts import ExpertPlacement
+from ..plan.model_plan import ModelPlan
+from ..ranks import compared
+from ..ranks.agreement import agree, value_digest
 
 __all__ = ["Membership"]
 

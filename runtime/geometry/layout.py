@@ -45,6 +45,7 @@ Two experts of 6 rows on three ranks: an expert on each of two ranks would leave
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -234,7 +235,7 @@ class BucketLayout:
         object.__setattr__(self, "signature", _digest(geometry))
         object.__setattr__(self, "fingerprint", _digest((geometry, [s.name for s in self.slots])))
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the gathered bucket, padding included."""
         return self.world_size * self.shard_numel

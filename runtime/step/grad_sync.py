@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import compat, step_checks
-from .eager.engine import EagerRuntime
-from .layout import Slot
-from .memory import gradients
-from .memory.bucket import Bucket
-from .program_lines import warn
-from .ranks.agreement import everyones
-from .ranks.conduct import Conduct
+from .. import compat
+from ..geometry.layout import Slot
+from ..memory import gradients
+from ..memory.bucket import Bucket
+from ..memory.deferred_gradients import RequestedGradients
+from ..program_lines import warn
+from ..ranks.agreement import everyones
+from ..ranks.conduct import Conduct
+from . import checks as step_checks
 
 __all__ = ["GradSync", "SyncSettings"]
 
@@ -62,12 +64,29 @@ class _BackwardIds:
     inner: int | None = None
 
 
+class Reductions(Protocol):
+    """What starts and awaits reductions: :class:`~..eager.engine.EagerRuntime`."""
+
+    @property
+    def owner(self) -> Any:
+        """The model, which a backward needs to its end."""
+
+    def reduce_waiting(self, bucket: Bucket) -> None:
+        """Reduce a bucket's deferred gradients outside of the backward that computed them."""
+
+    def finish_reductions(self) -> None:
+        """Wait for running reductions, and accumulate their results."""
+
+    def finish_backward(self) -> None:
+        """Finish reductions, and release what backward has gathered."""
+
+
 class GradSync:
     """Gradients of one model, from the backward that computes them to the optimizer's step.
 
     Args:
         buckets: The model's buckets.
-        eager: Its eager runtime, which starts and awaits reductions.
+        reductions: What starts and awaits reductions.
         conduct: Announces collectives.
         settings: When deferred reductions are due.
 
@@ -76,12 +95,12 @@ class GradSync:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], eager: EagerRuntime, conduct: Conduct, settings: SyncSettings
+        self, buckets: Sequence[Bucket], reductions: Reductions, conduct: Conduct, settings: SyncSettings
     ) -> None:
         self.settings = settings
         self.microbatches = 0
         self._buckets = buckets
-        self._eager = eager
+        self._reductions = reductions
         self._conduct = conduct
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()  # in the running backward
@@ -121,7 +140,7 @@ class GradSync:
         if self._backward.outer is None:
             self._backward.outer = current
             self._conduct.enter_backward(self.is_due())
-            owner = self._eager.owner  # which the backward needs to its end, even if nothing else holds it
+            owner = self._reductions.owner  # which the backward needs to its end, even if nothing else holds it
 
             def finish() -> None:
                 owner.grad_sync._finish_backward()
@@ -131,7 +150,7 @@ class GradSync:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be
             # complete when it returns; the outer backward handles parameters without a gradient.
             self._backward.inner = current
-            compat.on_backward_end(self._eager.finish_reductions)
+            compat.on_backward_end(self._reductions.finish_reductions)
 
     def forget_backward(self) -> None:
         """Forget a backward that has raised."""
@@ -141,7 +160,7 @@ class GradSync:
 
     @compat.python_only
     def _finish_backward(self) -> None:
-        self._eager.finish_backward()
+        self._reductions.finish_backward()
         if self._touched:  # else the backward computed gradients of something else
             self.microbatches += 1
             if self.is_due():
@@ -162,11 +181,11 @@ class GradSync:
             bucket = backward.bucket()
             if bucket is None or bucket not in own or not bucket.plan.requires_grad or not backward.leaves:
                 continue  # without leaves, the eager path reduces
-            asked = backward.asked = gradients.Asked.of(backward.leaves)
+            requested = backward.requested = RequestedGradients.of(backward.leaves)
             if bucket.pending is not None:
-                bucket.pending.asked = asked
-            if asked.added:
-                gradients.note_use(bucket, backward.used - asked.left_out)
+                bucket.pending.requested = requested
+            if requested.added:
+                gradients.note_use(bucket, backward.used - requested.left_out)
 
     def note_eager_use(self, bucket: Bucket) -> None:
         """Record that the bucket's gradient was computed eagerly: ranks may have used different parameters.
@@ -188,7 +207,7 @@ class GradSync:
         for bucket in self._buckets:
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.forget_abandoned(bucket.pending.total)
-                self._eager.reduce_waiting(bucket)
+                self._reductions.reduce_waiting(bucket)
         # The same buckets on all ranks, even if hooks have taken their gradients off already.
         shown = {bucket for bucket in self._buckets if bucket.has_gradients}
         self._settle([bucket for bucket in self._buckets if bucket in shown | self._use_varies])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
+from .. import compat
 
 __all__ = ["gather", "scatter"]
 

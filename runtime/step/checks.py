@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .memory import gradients
-from .memory.bucket import Bucket
-from .memory.redistribute import as_real
-from .memory.tensor import UnreducedGradient
-from .program_lines import warn
-from .ranks.agreement import everyones, value_digest
+from ..memory import gradients
+from ..memory.bucket import Bucket
+from ..memory.redistribute import as_real
+from ..memory.tensor import UnreducedGradient
+from ..program_lines import warn
+from ..ranks.agreement import everyones, value_digest
 
 __all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
 

@@ -40,7 +40,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from . import compat, quantize
+from .. import compat
+from . import quantize
 
 __all__ = ["FORMS", "Form", "Wrapper"]
 

@@ -6,25 +6,53 @@ would be matched with those: wrong values if sizes happen to be equal, a hang if
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from . import compat
-from .memory import host
-from .program_lines import warn
-from .ranks.agreement import has_others
-from .ranks.collective_order import RESET
-from .ranks.watchdog import watchdog
-
-if TYPE_CHECKING:
-    from .model import ShardedModel
+from .. import compat
+from ..eager.engine import EagerRuntime
+from ..memory import host
+from ..memory.bucket import Bucket
+from ..memory.comm_buffers import BufferPool
+from ..memory.quantized_shards import QuantizedShards
+from ..memory.registration import Registration
+from ..optim.step_tracker import StepTracker
+from ..program_lines import warn
+from ..ranks.agreement import has_others
+from ..ranks.collective_order import RESET
+from ..ranks.conduct import Conduct
+from ..ranks.watchdog import watchdog
+from ..step.grad_sync import GradSync
+from .membership import Membership
 
 __all__ = ["recover", "reset"]
 
 
-def recover(model: ShardedModel) -> None:
+class Recoverable(Protocol):
+    """What recovery needs of a :class:`~.sharded_model.ShardedModel`."""
+
+    buckets: tuple[Bucket, ...]
+    captured_steps: weakref.WeakSet[Any]
+    comm_buffers: BufferPool
+    conduct: Conduct
+    eager: EagerRuntime
+    grad_sync: GradSync
+    members: Membership
+    quantized: QuantizedShards
+    registration: Registration | None
+    step_tracker: StepTracker
+
+    @property
+    def parameter_names(self) -> list[str]: ...
+
+    def label_modules(self) -> None:
+        """Make changes of all buckets visible to Dynamo's guards."""
+
+
+def recover(model: Recoverable) -> None:
     """Check, before the next collective after a failure, that all ranks have failed in the same place.
 
     Raises:
@@ -52,14 +80,14 @@ def recover(model: ShardedModel) -> None:
         bucket.set_plan(bucket.plan)
 
 
-def _settle(model: ShardedModel) -> None:
+def _settle(model: Recoverable) -> None:
     """Wait for what the step that failed has started: collectives, and copies to and from the host."""
     model.eager.settle()
     for device in {bucket.device for bucket in model.buckets}:
         host.settle(device)
 
 
-def reset(model: ShardedModel) -> None:
+def reset(model: Recoverable) -> None:
     """Start over after a failure: new process groups of the same ranks, no gradients, nothing running.
 
     Process groups of the program that cannot be used any more since the failure are connected again.
@@ -95,7 +123,7 @@ def reset(model: ShardedModel) -> None:
     model.label_modules()
 
 
-def _agree_on_closed_groups(model: ShardedModel) -> list[tuple[str, list[int]]]:
+def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:
     """Wait for all ranks. Return the process groups, except the model's own, that cannot be used since the failure.
 
     Each comes with its ranks. They were closed to end waits, or failed collectives have used them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from .. import compat
-from ..layout import BucketLayout
+from .layout import BucketLayout
 
 if TYPE_CHECKING:
-    from ..plan.partition import Partition
-    from ..topology import Group
+    from .partition import Partition
+    from .topology import Group
 
-__all__ = ["Backing", "RowBox", "RowSplit", "contiguous_strides"]
+__all__ = ["RowBox", "RowSplit", "contiguous_strides"]
 
 
 @dataclass(frozen=True)
@@ -198,24 +197,6 @@ def _boxes_of_rows(start: int, stop: int, shape: Sequence[int]) -> Iterator[tupl
             end = start + count * inner
             yield (index, *([0] * (len(shape) - 1))), (count, *shape[1:])
         start = end
-
-
-class Backing(tuple[Tensor, ...]):
-    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
-
-    Copied rows have their own memory, so that copies of this object are empty.
-    """
-
-    @functools.cached_property
-    def noted(self) -> dict[str, str]:
-        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
-
-        What is overwritten need not be compared.
-        """
-        return {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
-        return Backing()
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

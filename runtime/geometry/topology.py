@@ -10,69 +10,31 @@
                             and gradients                   step, inner at each use
 
 n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
-:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else in this package reads the properties of :class:`Topology` and does
-not test for strategies by name.
+:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else reads the properties of :class:`Topology`, which come
+from the :class:`~.placements.Placements` of each dimension.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from . import compat
-from .exchange import Exchange, When, stride_of
-from .layout import BucketLayout
-from .memory import host
-from .memory.comm_buffers import NO_BUFFERS, Buffers
-from .nearest import did_you_mean
-from .quantize import DEQUANTIZED, DEQUANTIZING
-from .ranks.agreement import announce
+from .. import compat
+from .exchange import When, stride_of
+from .placements import Placements, ShardingStrategy
 
 __all__ = [
     "Accumulation",
     "Group",
     "ReductionStage",
-    "ShardingStrategy",
     "Topology",
 ]
-
-
-class ShardingStrategy(IntEnum):
-    """What is sharded over data-parallel ranks, in ZeRO's terms (https://arxiv.org/abs/1910.02054).
-
-    Each strategy shards more than the one before it, and costs more communication.
-    """
-
-    NO_SHARD = 0
-    OPTIM = 1
-    OPTIM_GRADS = 2
-    OPTIM_GRADS_PARAMS = 3
-
-    @staticmethod
-    def of(value: object, argument: str) -> ShardingStrategy:
-        """Convert a strategy, its number or its name (``"optim_grads_params"``).
-
-        Raises:
-            TypeError: ``value`` is a bool or a float. These compare equal to numbers, but are mistakes.
-            ValueError: There is no such strategy.
-        """
-        if isinstance(value, ShardingStrategy):
-            return value
-        choices = ", ".join(f"{s.value} or {s.name.lower()!r}" for s in ShardingStrategy)
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise TypeError(f"{argument} takes {choices}; got {value!r}, a {type(value).__name__}")
-        for strategy in ShardingStrategy:
-            if value == strategy.value or value == strategy.name.lower():
-                return strategy
-        nearest = did_you_mean(value, [strategy.name.lower() for strategy in ShardingStrategy])
-        raise ValueError(f"{argument} takes {choices}; got {value!r}.{nearest}")
 
 
 @dataclass
@@ -188,27 +150,38 @@ class Topology:
             )
         return replace(self, accumulation=accumulation)
 
-    @property
+    @functools.cached_property
+    def over_inner(self) -> Placements:
+        """What inner ranks share."""
+        return self.strategy.placements
+
+    @functools.cached_property
+    def over_outer(self) -> Placements:
+        """What outer ranks share. Without any, it does not matter."""
+        return self.outer_strategy.placements
+
+    @functools.cached_property
     def is_hfsdp(self) -> bool:
-        return self.outer is not None and self.outer_strategy is not ShardingStrategy.NO_SHARD
+        """Whether main weights are sharded over outer ranks, too."""
+        return self.outer is not None and self.over_outer.shards
 
     # -- parameters, gradients and optimizer state at rest ------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def shards(self) -> int:
         """Number of shards that a bucket is cut into, at rest."""
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if not self.over_inner.shards:
             return 1
         return self.every.size if self.is_hfsdp else self.inner.size
 
-    @property
+    @functools.cached_property
     def shard(self) -> int:
         """Number of the shard that this rank holds.
 
         With HFSDP, inner ranks come first, so that the shards of the outer ranks are adjacent in the inner shard that
         is gathered.
         """
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if not self.over_inner.shards:
             return 0
         if self.is_hfsdp:
             assert self.outer is not None
@@ -217,43 +190,27 @@ class Topology:
 
     def placements(self, rows: compat.RowShard) -> tuple[Placement, ...]:
         """Return the placements of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
-        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else rows
+        inner: Placement = rows if self.over_inner.shards else Replicate()
         if self.outer is None:
             return (inner,)
         return (compat.EVERY_ROW if self.is_hfsdp else Replicate(), inner)
 
-    @property
+    @functools.cached_property
     def shard_groups(self) -> tuple[Group, ...]:
         """Groups to gather over, one after the other, to assemble the shards."""
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if not self.over_inner.shards:
             return ()
         groups = (self.outer, self.inner) if self.is_hfsdp else (self.inner,)
         return tuple(group for group in groups if group is not None and group.size > 1)
 
-    @property
+    @functools.cached_property
     def replicas(self) -> Group | None:
         """Ranks that hold the same shard; None if no two do."""
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if not self.over_inner.shards:
             return self.every
         return None if self.is_hfsdp or self.outer is None or self.outer.size == 1 else self.outer
 
-    def announce(self, what: str, parameter: str | None = None) -> None:
-        """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
-        if self.shard_groups:  # otherwise every rank holds everything
-            announce(what, self.every.name, parameter)
-
-    def on_device(self, value: Tensor) -> Tensor:
-        """Return a tensor on the device that collectives work on: what rests in host memory is copied there."""
-        kind = self.mesh.device_type
-        return value if value.device.type == kind else value.to(host.device_of(kind))
-
-    def sum(self, value: Tensor, op: str) -> Tensor:
-        """Reduce results for each shard to the result for the whole tensor; the same on every rank."""
-        for group in self.shard_groups:
-            value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
-        return value
-
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
         """Whether this rank shares its parameters with no other one, and leaves out collectives.
 
@@ -263,31 +220,31 @@ class Topology:
 
     # -- parameters in use --------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def resident_group(self) -> Group | None:
         """Group to gather over once after each change of the shards; None: only shards stay between uses."""
         if self.is_hfsdp:
             return self.outer
-        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS) or self.releases_resident:
+        if self.over_inner.gathers_once or self.releases_resident:
             return self.inner_gathers or self.inner
         return None
 
-    @property
+    @functools.cached_property
     def releases_resident(self) -> bool:
         """Whether tensors that stay gathered between uses are released at the end of each step."""
-        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.accumulation.keeps_gathered
+        return self.over_inner.gathers_each_use and self.accumulation.keeps_gathered
 
-    @property
+    @functools.cached_property
     def gather_group(self) -> Group | None:
         """Group to gather over at each use."""
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident or self.is_alone:
+        if not self.over_inner.gathers_each_use or self.releases_resident or self.is_alone:
             return None
         return self.inner_gathers or self.inner
 
-    @property
+    @functools.cached_property
     def gathers_shards(self) -> bool:
         """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
-        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp and not self.is_alone
+        return self.over_inner.gathers_each_use and not self.is_hfsdp and not self.is_alone
 
     def portions_of(self, reshard: bool | int | None, asked: str) -> bool | int | None:
         """Return what ``reshard_after_forward`` means for these ranks: a number of all ranks is True, and 1 is False.
@@ -327,12 +284,12 @@ class Topology:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def stages(self) -> tuple[ReductionStage, ...]:
         """The stages of a bucket's reduction, one collective each, in order."""
-        if self.strategy is ShardingStrategy.NO_SHARD:
+        if not self.over_inner.shards:  # all ranks hold the same, so one reduction covers both dimensions
             return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
-        keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
+        keeps_whole = self.over_inner.reduces_once or self.accumulation.whole_gradients
         stages = [ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)]
         if self.outer is not None:
             stages.append(ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
@@ -340,43 +297,6 @@ class Topology:
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 
     # -- process groups -----------------------------------------------------------------------------------------------
-
-    def exchange(
-        self,
-        layout: BucketLayout,
-        dtype: torch.dtype,
-        comm_dtype: torch.dtype,
-        reduce_op: str,
-        scale: float,
-        inspected: bool = False,
-        gather_buffers: Buffers = NO_BUFFERS,
-        gradient_buffers: Buffers = NO_BUFFERS,
-        scaling: str = "",
-        form: str = DEQUANTIZED,
-    ) -> Exchange:
-        """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
-        gather, stages = self.gather_group, self.stages
-        exchange = Exchange(
-            sizes=[size for slot in layout.slots for size in slot.shape],
-            ndims=[len(slot.shape) for slot in layout.slots],
-            offsets=[slot.offset for slot in layout.slots],
-            numel=layout.numel,
-            dtype=dtype,
-            gather_size=gather.size if gather else 1,
-            gather_group=gather.name if gather else "",
-            comm_dtype=comm_dtype,
-            reduce_op=reduce_op,
-            scale=scale,
-            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
-            when=[stage.when.value for stage in stages],
-            group_sizes=[stage.group.size for stage in stages],
-            groups=[stage.group.name for stage in stages],
-            inspected=inspected,
-            # What stays gathered between uses is dequantized, unless modules get bytes.
-            scaling=scaling if gather is not None or form not in DEQUANTIZING else "",
-            form=form,
-        )
-        return exchange.with_buffers(gather_buffers, gradient_buffers)
 
     @property
     def groups(self) -> list[Group]:

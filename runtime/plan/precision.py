@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
-from . import compat, quantize
-from .casts import Casts
-from .owner import ModuleRef
+from .. import compat
+from ..formats import quantize
+from ..formats.casts import Casts
+from ..owner import ModuleRef
 
 __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument", "Scaling"]
 

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import compat
 from ..memory.comm_buffers import enter_pool
+from ..memory.gradients import Backward
 from ..owner import owners_of
-from ..schedule_text import ScheduleLine
 
-if TYPE_CHECKING:
-    from ..memory.gradients import Backward
-    from ..topology import Topology
-
-__all__ = ["GraphRun", "begin", "launches", "named", "parse_used"]
+__all__ = ["GraphRun", "begin", "parse_used"]
 
 
 class GraphRun:
@@ -125,37 +120,6 @@ def begin(phase: str, digest: str, schedule: str, used: str) -> None:
     run, _thread.expected = _thread.expected, None
     if run is not None:
         run.begin(phase, digest, schedule, used)
-
-
-def named(schedule: str, buckets: Sequence[str]) -> list[str]:
-    """Return the lines of a schedule, with buckets' names in place of their numbers."""
-    return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
-
-
-def launches(
-    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
-) -> list[tuple[str, str]]:
-    """Return the collectives that a compiled graph starts, each with the name of its process group.
-
-    Args:
-        schedule: Lines of the schedule, with buckets' names.
-        topologies: Topologies by name of the bucket.
-        other: Topology of all other buckets.
-        due: Whether deferred reductions run.
-    """
-    found = []
-    for line in map(ScheduleLine.parse, schedule):
-        if line is None:
-            continue
-        topology, group = topologies.get(line.bucket, other), None
-        if line.what == "gather" and topology.gather_group is not None:
-            # Another model, whose code this one runs, may have created the group of portions.
-            group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
-        elif line.what == "reduce" and (due or not line.is_deferrable):
-            group = topology.stages[line.number - 1].group
-        if group is not None:
-            found.append((line.label, group.name))
-    return found
 
 
 class _ExpectedRun(threading.local):

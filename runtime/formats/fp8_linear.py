@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import compat
+from .. import compat
 from .quantize import scales_of
 
 __all__ = ["ALIGNMENT", "SCALINGS", "quantize_over"]

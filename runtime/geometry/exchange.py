@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -10,10 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import quantize
-from .memory.comm_buffers import NO_BUFFERS, Buffers
+from ..formats import quantize
 
 __all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "split_sizes", "stride_of"]
+
+
+class Buffers(NamedTuple):
+    """The communication buffers of one bucket for one use.
+
+    Args:
+        capacity: Elements of each buffer, at least those of the bucket. 0: the bucket gets fresh memory.
+        number: Number of buffers that it takes turns with.
+    """
+
+    capacity: int = 0
+    number: int = 0
+
+
+NO_BUFFERS = Buffers()
 
 
 def stride_of(ranks: Sequence[int]) -> int:
@@ -42,7 +57,31 @@ def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, .
     return [tuple(itertools.islice(lengths, ndim)) for ndim in ndims]
 
 
-class Exchange(NamedTuple):
+class _Fields(NamedTuple):
+    sizes: list[int]
+    ndims: list[int]
+    offsets: list[int]
+    numel: int
+    dtype: torch.dtype
+    gather_size: int
+    gather_group: str
+    comm_dtype: torch.dtype
+    reduce_op: str
+    scale: float
+    collectives: list[str]
+    when: list[str]
+    group_sizes: list[int]
+    groups: list[str]
+    inspected: bool
+    buffers: Sequence[int] = (0, 0, 0, 0)
+    scaling: str = ""
+    form: str = quantize.DEQUANTIZED
+    offload: str = ""
+    pins: bool = False
+    keeps_copy: bool = False
+
+
+class Exchange(_Fields):
     """The arguments of ``gather`` after its tensors: how a bucket is gathered, and how its gradients are reduced.
 
     Args:
@@ -69,64 +108,42 @@ class Exchange(NamedTuple):
         keeps_copy: Whether the device keeps a copy of the shard in the dtype that is sent, from which it gathers.
     """
 
-    sizes: list[int]
-    ndims: list[int]
-    offsets: list[int]
-    numel: int
-    dtype: torch.dtype
-    gather_size: int
-    gather_group: str
-    comm_dtype: torch.dtype
-    reduce_op: str
-    scale: float
-    collectives: list[str]
-    when: list[str]
-    group_sizes: list[int]
-    groups: list[str]
-    inspected: bool
-    buffers: Sequence[int] = (0, 0, 0, 0)
-    scaling: str = ""
-    form: str = quantize.DEQUANTIZED
-    offload: str = ""
-    pins: bool = False
-    keeps_copy: bool = False
-
-    @property
+    @functools.cached_property
     def is_quantized(self) -> bool:
         """Whether the bucket is gathered in float8."""
         return bool(self.scaling)
 
-    @property
+    @functools.cached_property
     def stays_quantized(self) -> bool:
         """Whether modules get the gathered bytes themselves: then the bucket is never dequantized."""
         return self.is_quantized and self.form not in quantize.DEQUANTIZING
 
-    @property
+    @functools.cached_property
     def dequantizes(self) -> bool:
         """Whether the bucket is dequantized when its gather is awaited."""
         return self.is_quantized and self.form in quantize.DEQUANTIZING
 
-    @property
+    @functools.cached_property
     def takes_quantized(self) -> bool:
         """Whether graphs gather the bucket from its quantized shard. Otherwise it is already gathered."""
         return self.is_quantized and bool(self.gather_group)
 
-    @property
+    @functools.cached_property
     def takes_sent(self) -> bool:
         """Whether graphs take what this rank sends beside the shard: the quantized shard, or the copy on the device."""
         return self.takes_quantized or self.keeps_copy
 
-    @property
+    @functools.cached_property
     def sent_dtype(self) -> torch.dtype:
         """Dtype of the all-gather's tensors."""
         return quantize.SENT_DTYPE if self.is_quantized else self.dtype
 
-    @property
+    @functools.cached_property
     def sent_numel(self) -> int:
         """Elements of the all-gather's result."""
         return quantize.sent_numel(self.numel, self.scaling)
 
-    @property
+    @functools.cached_property
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.dtype
@@ -146,11 +163,11 @@ class Exchange(NamedTuple):
         """Number of scales of the bucket's parameters; 0 if it is not quantized."""
         return sum(quantize.scale_count(shape, self.scaling) for shape in self.shapes) if self.is_quantized else 0
 
-    @property
+    @functools.cached_property
     def gather_buffers(self) -> Buffers:
         return Buffers(*self.buffers[:2])
 
-    @property
+    @functools.cached_property
     def gradient_buffers(self) -> Buffers:
         return Buffers(*self.buffers[2:])
 
@@ -166,7 +183,7 @@ class Exchange(NamedTuple):
             gradients = NO_BUFFERS
         return self._replace(buffers=(*gathers, *gradients))
 
-    @property
+    @functools.cached_property
     def needs_token(self) -> bool:
         return self.inspected or any(self.may_wait(stage) for stage in range(len(self.when)))
 
@@ -174,7 +191,7 @@ class Exchange(NamedTuple):
         """Whether the stage is skipped while a reduction is not due. False if there is no such stage."""
         return stage < len(self.when) and self.when[stage] != When.ALWAYS.value
 
-    @property
+    @functools.cached_property
     def scales_first(self) -> bool:
         """Whether gradients are scaled before they are summed. In float16 the sum might overflow."""
         return self.comm_dtype == torch.float16 and self.scale != 1

@@ -1,0 +1,87 @@
+"""What the parts of the eager path share while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .. import compat
+from ..geometry.topology import Group
+from ..memory.bucket import Bucket
+from ..memory.comm_buffers import BufferPool
+from ..owner import Owned
+from ..ranks.conduct import Announcement, Conduct
+from ..step.grad_sync import GradSync
+
+__all__ = ["EagerOwner", "StepContext"]
+
+
+class EagerOwner(Protocol):
+    """What the eager path needs of its model."""
+
+    @property
+    def conduct(self) -> Conduct: ...
+
+    @property
+    def grad_sync(self) -> GradSync: ...
+
+    @property
+    def comm_buffers(self) -> BufferPool: ...
+
+    def leave_backward(self) -> None:
+        """A forward begins: a backward that was entered and not finished must have raised.
+
+        After a failure, raises unless all ranks have failed in the same place.
+        """
+
+    def failed(self, error: BaseException) -> None:
+        """A forward, or a collective in backward, has raised."""
+
+    def check_complete(self) -> None:
+        """Raise if the model has parameters that are in no bucket."""
+
+    def refresh(self, ahead: bool = False) -> None:
+        """Start gathering stale residents, possibly ahead of the forward that uses them."""
+
+
+class StepContext(Owned[EagerOwner]):
+    """The running step of one model, for all parts of its eager path: how its collectives start and are awaited.
+
+    Args:
+        buckets: The buckets, in the order of their units.
+
+    Attributes:
+        depth: Number of windows that are open.
+        complete: Buckets whose gradients the running backward has computed.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.depth = 0
+        self.complete: set[Bucket] = set()
+        self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
+        self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
+
+    def announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
+        """Announce a collective of a bucket over ``group``; None: it is skipped this time."""
+        conduct = self.owner.conduct
+        announced = self._announced.get((what, more, bucket))
+        if announced is None or announced.group is not group or announced.model != conduct.name:
+            series = f"{what}{more}", self._numbers[bucket]
+            announced = conduct.announcement(f"{what} {bucket.plan.name}{more}", group, series)
+            self._announced[what, more, bucket] = announced
+        try:
+            conduct.announce(announced)
+        except RuntimeError as error:
+            self.owner.failed(error)
+            raise
+
+    def wait(self, started: Tensor) -> Tensor:
+        """Return the result of a collective."""
+        try:
+            with compat.below_autograd():
+                return compat.wait_tensor(started)
+        except RuntimeError as error:
+            self.owner.failed(error)  # in a backward, nothing else catches it
+            raise

@@ -1,0 +1,528 @@
+"""Gathers and releases buckets, early and late enough: windows and reads of parameters ask for them.
+
+Memory
+    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it. At most
+    two units are gathered at a time, and the last unit of a forward stays gathered for the backward that follows.
+
+Order
+    The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
+    first, the order of registration), and in backward its reverse. A wrong prediction costs a gather, never
+    correctness.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..collectives.ops import gather_into_buffer
+from ..formats import quantize
+from ..geometry.topology import Group
+from ..memory.bucket import Bucket
+from ..memory.comm_buffers import enter_pool
+from ..memory.extension import Extension, Made, Sent
+from ..step import checks as step_checks
+from .context import StepContext
+from .units import EagerPolicy, EagerUnit, UnitControl, UnitState, UnitStates
+
+__all__ = [
+    "ORDINARY",
+    "Gathered",
+    "GatheredParameter",
+    "Gathering",
+    "Planes",
+    "as_gathered",
+    "as_parameters",
+    "refuse_write",
+    "unseen",
+]
+
+
+def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
+    """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""
+    raise RuntimeError(
+        f"Forward or backward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
+        "it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
+        "hold what they write to in a buffer. An nn.Embedding with max_norm writes too."
+    )
+
+
+class GatheredParameter(nn.Parameter):
+    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through ``.data`` raise.
+
+    A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
+    """
+
+    __torch_function__ = compat.no_torch_function
+    mfsdp_name: str
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+
+
+def as_gathered(tensor: Tensor, name: str) -> Any:
+    """Turn ``tensor`` into a :class:`GatheredParameter` in place."""
+    tensor.__class__ = GatheredParameter
+    vars(tensor)["mfsdp_name"] = name
+    return tensor
+
+
+ORDINARY = (Tensor, nn.Parameter, GatheredParameter)
+"""Types that wrap no other tensors: most of what autograd saves."""
+
+
+class Planes(enum.Flag):
+    """Planes of a bucket that is gathered plane by plane; see :mod:`..memory.planes`. Other buckets have rows."""
+
+    ROWS = enum.auto()
+    COLUMNS = enum.auto()
+    BOTH = ROWS | COLUMNS
+
+
+@dataclass(eq=False)
+class Gathered:
+    """One bucket that is being gathered (``started``) or is gathered (``full``)."""
+
+    unit: EagerUnit
+    started: Tensor | None
+    version: int  # of the shard, when it was gathered
+    full: Tensor | None = None
+    content: int = 0  # version of ``full`` right after the gather
+    attached: list[Tensor | None] = field(default_factory=list)
+    """The parameters, connected to their shards by autograd; None for those that have been read."""
+    apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
+    """Parameters with storage of their own, and their versions, by index and whether they train."""
+    references: int = 0  # to the storage, right after the gather
+    planes: Planes = Planes.ROWS
+    """What of it, if the bucket sends planes."""
+    sent: Sent | None = None
+    """What this rank has sent, if the parameter gathers itself."""
+    made: Made | None = None
+    """What its class has made of ``full``."""
+    is_from_portions: bool = False
+    """Whether portions of the gathered bucket were gathered, which are dequantized already."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything else refers to the gathered bucket."""
+        assert self.full is not None
+        ours = sum(param is not None for param in self.attached) + len(self.apart)
+        return compat.references_to(self.full.untyped_storage()) > self.references + ours
+
+
+def as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Create gathered parameters as ordinary tensors without history, wherever they are gathered.
+
+    This includes inference mode and the inside of ``torch.func.grad``, ``vmap`` and similar transforms.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.below_function_transforms():
+            if not torch.is_inference_mode_enabled():
+                return function(*args)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
+
+    return wrapped
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide gathers from a user's selective checkpointing, which saves and counts operators.
+
+    Which gathers run in a block depends on what is gathered already.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.outside_selective_checkpoint():
+            return function(*args)
+
+    return wrapped
+
+
+class Gathering:
+    """What is gathered of one model.
+
+    Args:
+        step: The running step.
+        units: Units in registration order.
+        policy: Limits on prefetches.
+
+    Attributes:
+        gathered: The buckets that are gathered, or being gathered.
+        by_storage: Buckets by the addresses of the memory that they and their parameters lie in.
+        states: States of the units.
+        controls: What the user has set for each unit.
+        last_read: The unit that was read last.
+        learns_hooks: Whether this forward tells if hooks on saved tensors are needed everywhere.
+        hooks_everywhere: Whether they are; else they are active in windows that have read parameters.
+    """
+
+    def __init__(self, step: StepContext, units: Sequence[EagerUnit], policy: EagerPolicy) -> None:
+        self.step = step
+        self.units = tuple(units)
+        self.policy = policy
+        self.unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
+        self.gathered: dict[Bucket, Gathered] = {}
+        self.by_storage: dict[int, Bucket] = {}
+        self.states = UnitStates()
+        self.controls = {unit: UnitControl() for unit in self.units}
+        self.last_read: EagerUnit | None = None
+        self.learns_hooks = False
+        self.hooks_everywhere = False
+        self._gather_themselves: set[EagerUnit] = set()  # by compiled code with a schedule of its own
+        self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
+        self._order: list[EagerUnit] = []  # of this forward
+        self._content_checked: set[Bucket] = set()
+        self._abandoned: list[Tensor] = []
+        self._learn(self.units)
+
+    # -- gather -------------------------------------------------------------------------------------------------------
+
+    def start(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            state = self.gathered.get(bucket)
+            if state is None or state.version != bucket.flat._version:
+                self._start_all(unit)
+                return
+
+    @unseen
+    @as_parameters
+    def _start_all(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            state = self.gathered.get(bucket)
+            if state is not None and state.version != bucket.flat._version:
+                self.release_bucket(bucket)  # shards have changed since the gather
+            if bucket not in self.gathered:
+                in_backward = bucket.sends_planes and compat.in_backward()
+                self.start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
+
+    def start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
+        if bucket.is_stale or bucket.is_quantized_stale:
+            self.step.owner.refresh()
+        group = bucket.topology.gather_group
+        started, is_from_portions = None, False
+        if group is not None and compat.in_backward() and (kept := self._portions.pop(bucket, None)) is not None:
+            portion, version = kept
+            if is_from_portions := version == bucket.flat._version:
+                few = bucket.topology.portions[bucket.plan.portions]
+                self.step.announce("gather", bucket, few, f", portions of {few.size}")
+                with compat.below_autograd():
+                    started = compat.all_gather(portion, few.size, few.name)
+        sent = self._prepare(bucket, bucket.extension) if bucket.extension is not None else None
+        if group is not None and started is None:
+            started = self._start_gather(bucket, group, plane, sent)
+        self.gathered[bucket] = Gathered(
+            unit, started, bucket.flat._version, planes=plane, sent=sent, is_from_portions=is_from_portions
+        )
+
+    def _prepare(self, bucket: Bucket, extension: Extension) -> Sent:
+        try:
+            with compat.below_function_transforms(), torch.no_grad():
+                return extension.prepare(bucket.plan, bucket.sites[0][0].module, bucket.topology.mesh)
+        except BaseException as error:
+            self.step.owner.failed(error)  # in a backward, nothing else catches it
+            raise
+
+    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: Sent | None = None) -> Tensor:
+        self.step.announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
+        if sent is not None:
+            with compat.below_autograd():
+                return compat.all_gather(sent.packed, group.size, group.name)
+        (capacity, count) = bucket.exchange.gather_buffers
+        if plane is Planes.COLUMNS:
+            assert bucket.quantized_columns is not None
+            shard = bucket.quantized_columns
+        else:
+            shard = bucket.sent()
+        with compat.below_autograd():
+            if capacity:
+                enter_pool(self.step.owner.comm_buffers)
+                return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            if not bucket.exchange.gather_group:  # one rank
+                return shard.to(bucket.exchange.sent_dtype, copy=True)
+            return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
+
+    def gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> Gathered:
+        state = self.gathered.get(bucket)
+        if (
+            state is not None
+            and state.full is not None
+            and state.version == bucket.flat._version
+            and (planes in state.planes or not bucket.sends_planes)
+        ):
+            return state
+        return self._gather_now(bucket, planes)
+
+    @unseen
+    @as_parameters
+    def _gather_now(self, bucket: Bucket, planes: Planes) -> Gathered:
+        unit = self.unit_of[bucket]
+        for idle in self.states.take_idle(unit):
+            self._end_forward_of(idle, is_last=False)
+        state = self.gathered.get(bucket)
+        if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
+            self.start(unit)
+            state = self.gathered[bucket]
+        if bucket.sends_planes and planes not in state.planes and (state.full is not None or planes is not Planes.BOTH):
+            self.release_bucket(bucket)
+            self.start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
+            state = self.gathered[bucket]
+        if state.started is not None:
+            state.full, state.started = self.step.wait(state.started), None
+            if bucket.sends_planes:
+                self._arrange(bucket, state, planes)
+            if bucket.exchange.dequantizes and not state.is_from_portions:
+                with compat.below_autograd():
+                    state.full = bucket.dequantized(state.full)
+        elif state.sent is not None:
+            state.full = state.sent.packed
+        else:
+            state.full = bucket.sent().to(bucket.plan.held_dtype)
+        if bucket.extension is not None:
+            assert state.sent is not None
+            with torch.no_grad():
+                state.made = bucket.extension.finish(bucket.plan, state.sent, state.full)
+            self.by_storage.update({compat.storage_address(leaf) or 0: bucket for leaf in state.made.leaves})
+        state.content = state.full._version
+        state.references = compat.references_to(state.full.untyped_storage())
+        if address := compat.storage_address(state.full):
+            self.by_storage[address] = bucket
+        in_backward = compat.in_backward()
+        if not in_backward and (not self._order or self._order[-1] is not unit):
+            self._order.append(unit)
+        following = self._following(unit, in_backward)
+        if in_backward:
+            following = [each for each in following if not self.step.complete.issuperset(each.buckets)]
+        for each in following:
+            if self._may_prefetch(each):
+                self.start(each)
+        if in_backward:
+            # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
+            # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
+            for other, gathered in list(self.gathered.items()):
+                is_done = not other.plan.requires_grad or other in self.step.complete
+                if is_done and gathered.unit is not unit and gathered.unit not in following:
+                    self.release_checked(other)
+        return state
+
+    def _arrange(self, bucket: Bucket, state: Gathered, planes: Planes) -> None:
+        """Arrange a gathered plane as modules take it, and the other beside it if both are asked for."""
+        assert state.full is not None
+        found = {state.planes: state.full}
+        if planes is Planes.BOTH:
+            other, group = planes ^ state.planes, bucket.topology.gather_group
+            assert group is not None
+            found[other] = self.step.wait(self._start_gather(bucket, group, other))
+        with compat.below_autograd():
+            arranged = [quantize.from_records(found[plane]) for plane in Planes if plane in found]
+            state.full = torch.cat(arranged) if len(arranged) > 1 else arranged[0]
+        state.planes |= planes
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def _following(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
+        """Return the units to prefetch when a unit has been gathered."""
+        control = self.controls[unit]
+        chosen = control.backward_prefetch if in_backward else control.forward_prefetch
+        if chosen is not None:
+            return chosen
+        following = (self._previous if in_backward else self._next).get(unit)
+        return () if following is None else (following,)
+
+    def _may_prefetch(self, unit: EagerUnit) -> bool:
+        return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes
+
+    def note_own_gathers(self, buckets: Iterable[Bucket]) -> None:
+        """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
+        self._gather_themselves.update(self.unit_of[bucket] for bucket in buckets)
+
+    def _learn(self, order: Sequence[EagerUnit]) -> None:
+        pairs = list(itertools.pairwise(order))
+        self._next = dict(pairs)
+        self._previous = {later: earlier for earlier, later in pairs}
+
+    # -- release ------------------------------------------------------------------------------------------------------
+
+    def end_forward(self, keep_last: bool) -> None:
+        """Release everything that a forward has used, except for what its backward is to find.
+
+        Args:
+            keep_last: Whether a backward may follow, which finds the unit that was read last.
+
+        Raises:
+            RuntimeError: Forward has written to a gathered parameter.
+        """
+        written = [bucket for bucket, state in self.gathered.items() if self._is_written(state)]
+        for bucket, state in list(self.gathered.items()):
+            self._check_content(bucket, state)
+        for unit in self.units:
+            self._end_forward_of(unit, keep_last and unit is self.last_read)
+        self.states.end_forward()
+        if self._order:
+            self._learn(self._order)
+        for bucket in written:
+            self.release_bucket(bucket)
+            self._refuse_writes(bucket)
+
+    def end_backward(self) -> None:
+        """Release everything."""
+        for unit in self.units:
+            self._release(unit)
+        self._portions.clear()
+
+    def reset(self) -> None:
+        """Release everything that belongs to a running step."""
+        for unit in self.units:
+            if self.states[unit] is not UnitState.HELD:
+                self._release(unit)
+        self._portions.clear()
+        self.states.end_forward()
+        self._order.clear()
+
+    def abandon(self) -> None:
+        """Forget everything, without waiting: other ranks may not take part in the running collectives."""
+        self._abandoned += [state.started for state in self.gathered.values() if state.started is not None]
+        self.gathered.clear()
+        self.by_storage.clear()
+        self.states.clear()
+        self._learn(self.units)  # ranks may have learned different orders
+
+    def take_abandoned(self) -> list[Tensor]:
+        """Return what running collectives write to that were abandoned."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
+
+    def _end_forward_of(self, unit: EagerUnit, is_last: bool) -> None:
+        """Release a unit that forward has used, except for what its backward is to find.
+
+        Args:
+            is_last: Whether forward used it last, and a backward may follow.
+        """
+        if self.states[unit] is UnitState.HELD:
+            return
+        for bucket in unit.buckets:
+            reshard = bucket.plan.reshard_after_forward
+            if reshard is None and is_last:
+                continue
+            if reshard is not None and torch.is_grad_enabled() and bucket in self.gathered:
+                if reshard is False:
+                    continue
+                self._keep_portion(bucket)
+            self.release_checked(bucket)
+
+    def _keep_portion(self, bucket: Bucket) -> None:
+        """Keep this rank's portion of a gathered bucket, if backward is to gather portions."""
+        few, state = bucket.topology.portions.get(bucket.plan.portions), self.gathered[bucket]
+        has_portions = not (bucket.sends_planes or bucket.plan.is_extension)
+        if few is not None and state.full is not None and has_portions and not self._is_written(state):
+            portion = state.full.view(few.size, -1)[few.rank].clone()
+            self._portions[bucket] = portion, state.version
+
+    def _release(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            self.release_checked(bucket)
+
+    def release_checked(self, bucket: Bucket) -> None:
+        state = self.gathered.get(bucket)
+        self.release_bucket(bucket)
+        if state is None:
+            return
+        if (self.step.depth > 0 or compat.in_backward()) and self._is_written(state):
+            self._refuse_writes(bucket)
+        if self.step.depth > 0 and state.version == bucket.flat._version:
+            self._check_content(bucket, state)
+
+    def release_bucket(self, bucket: Bucket) -> None:
+        state = self.gathered.pop(bucket, None)
+        if state is None:
+            return
+        if state.started is not None:  # prefetched and not used: every collective must be awaited
+            compat.wait_tensor(state.started)
+        if state.full is None:
+            return
+        apart = [param for param, _ in state.apart.values()]
+        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
+            if address := compat.storage_address(tensor):
+                self.by_storage.pop(address, None)
+        if self.learns_hooks and not self.hooks_everywhere and state.is_used:
+            # Something that autograd saved outside of these windows refers to it: a module that reads its child's
+            # parameters. It stays in memory until the backward, this time.
+            self.hooks_everywhere = True
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _is_written(self, state: Gathered) -> bool:
+        is_written = state.full is not None and state.full._version != state.content
+        return is_written or any(param._version != version for param, version in state.apart.values())
+
+    def _refuse_writes(self, bucket: Bucket) -> None:
+        try:
+            refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        except RuntimeError as error:
+            if compat.in_backward():  # nothing else catches it
+                self.step.owner.failed(error)
+            raise
+
+    def _check_content(self, bucket: Bucket, state: Gathered) -> None:
+        """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
+
+        Each rank compares the rows that it has sent. On a CPU this happens after each forward. On other devices, where
+        looking at values synchronizes with the device, it happens only after the first forward.
+        """
+        group = bucket.topology.gather_group
+        if state.full is None or group is None or not step_checks.enabled() or self.step.owner.conduct.is_capturing:
+            return
+        if bucket.extension is not None:  # its class may send anything
+            return
+        if bucket in self._content_checked and state.full.device.type != "cpu":
+            return
+        self._content_checked.add(bucket)
+        mine = state.full.narrow(0, 0, bucket.plan.layout.numel).view(group.size, -1)[group.rank]
+        if not compat.equal_bits(mine, bucket.own_part(columns=state.planes is Planes.COLUMNS)):
+            self._refuse_writes(bucket)
+
+    # -- what the user controls ---------------------------------------------------------------------------------------
+
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether :meth:`unshard` keeps a bucket gathered, so that its parameters can be read outside of forwards."""
+        return self.states.holds_any and self.states[self.unit_of[bucket]] is UnitState.HELD
+
+    def unshard(self, units: Sequence[EagerUnit]) -> Callable[[], None]:
+        """Start gathering units, and keep them gathered until their next forward has run, or :meth:`reshard`.
+
+        A collective, outside of backward.
+
+        Returns:
+            A function that waits until they are gathered. Their first use waits as well.
+        """
+        for unit in units:
+            self.start(unit)
+            self.states.hold(unit)
+
+        def wait() -> None:
+            for unit in units:
+                for bucket in unit.buckets if self.states[unit] is UnitState.HELD else ():
+                    self.gather(bucket)
+
+        return wait
+
+    def reshard(self, units: Sequence[EagerUnit]) -> None:
+        """Release units."""
+        for unit in units:
+            self.states.use(unit)
+            self._release(unit)

@@ -1,0 +1,305 @@
+"""Reduces the gradients of buckets as backward completes them.
+
+One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it. Autograd
+runs it when all contributions have arrived, no matter how often and from where the parameters were used, and passes None
+for parameters that were not used. The node packs the gradients, starts the reduction and waits for the previous one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..collectives.ops import pack, start_collective, start_stage
+from ..geometry.exchange import When
+from ..memory import gradients, host
+from ..memory.bucket import Bucket
+from ..memory.comm_buffers import enter_pool
+from ..memory.deferred_gradients import RequestedGradients
+from ..memory.tensor import hooks_of_parameters
+from ..memory.written_gradients import WrittenGradients
+from ..owner import refuse_dropped
+from .context import StepContext
+from .gathering import Gathering
+
+__all__ = ["Anchors", "Reducing", "anchor_of_bucket"]
+
+
+@dataclass(frozen=True, eq=False)
+class _RunningReduction:
+    """One running stage of a bucket's reduction. After the last stage, the copy of its result to the host."""
+
+    bucket: Bucket
+    stage: int
+    result: Tensor
+    used: frozenset[int]
+    """Indices of parameters with a gradient in it."""
+
+
+class Reducing:
+    """The gradients of one model, from autograd's nodes to the parameters.
+
+    Args:
+        step: The running step.
+        gathering: What is gathered, which is released when gradients are complete.
+
+    Attributes:
+        running: Stages of reductions that run, the oldest first.
+    """
+
+    def __init__(self, step: StepContext, gathering: Gathering) -> None:
+        self._step = step
+        self._gathering = gathering
+        self._anchors: dict[Bucket, Anchors] = {}
+        self.running: deque[_RunningReduction] = deque()
+        self._abandoned: list[Tensor] = []
+
+    def anchors(self, bucket: Bucket) -> Anchors:
+        """Return what stands for the shard of a bucket in the graph of autograd until the running backward ends."""
+        found = self._anchors.get(bucket)
+        if found is None:
+            found = self._anchors[bucket] = Anchors.of(bucket, self)
+        return found
+
+    def written(self, bucket: Bucket) -> WrittenGradients:
+        """Return the gradients that kernels write. Of a frozen bucket, nobody asks for them."""
+        found = self._anchors.get(bucket)
+        return WrittenGradients(bucket) if found is None else found.written
+
+    @compat.python_only
+    def post_backward(self, bucket: Bucket, packed: Tensor, used: frozenset[int]) -> None:
+        """Start reducing a bucket whose gradients are complete, and finish earlier reductions.
+
+        Args:
+            packed: Packed gradients, ``[numel]`` in the communication dtype.
+            used: Indices of parameters with a gradient in it.
+        """
+        self._step.owner.grad_sync.enter_backward()
+        gradients.note_use(bucket, used)
+        self._step.owner.grad_sync.note_eager_use(bucket)
+        if bucket.exchange.groups:
+            self._start_stage(bucket, 0, packed, used)
+        else:  # no other rank shares the bucket
+            self._accumulate(bucket, packed, used)
+        self._step.complete.add(bucket)
+        self._gathering.release_checked(bucket)
+        in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
+        for _ in range(len(self.running) - self._gathering.policy.reductions_in_flight * in_a_unit):
+            self._take_in()
+
+    @compat.python_only
+    def reduce_now(
+        self, bucket: Bucket, packed: Tensor, used: frozenset[int], requested: RequestedGradients
+    ) -> Sequence[Tensor | None]:
+        """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
+        self._step.owner.grad_sync.enter_backward()
+        self._gathering.release_bucket(bucket)
+        reduced = self._reduce_stages(bucket, 0, packed, "for torch.autograd.grad")
+        mine = [int(index in used) for index in range(len(bucket.params))]
+        (levels,) = self._step.owner.grad_sync.used_anywhere([bucket], [mine])
+        return gradients.select(requested, bucket, reduced, {index for index, level in enumerate(levels) if level})
+
+    def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
+        will_run = bucket.owner.grad_sync.is_due() or not bucket.exchange.may_wait(stage)
+        group = bucket.topology.stages[stage].group if will_run else None
+        self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
+        token = bucket.pending.token if bucket.pending is not None else None
+        with compat.below_autograd():
+            started = start_stage(gradient, stage, bucket.exchange, token)
+        self.running.append(_RunningReduction(bucket, stage, started, used))
+
+    def _take_in(self) -> None:
+        """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
+        reduction = self.running.popleft()
+        bucket, stages = reduction.bucket, len(reduction.bucket.exchange.groups)
+        if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
+            gradients.accumulate(bucket, reduction.result, reduction.used)
+            self._step.owner.grad_sync.touched(bucket)
+            return
+        result, following = self._step.wait(reduction.result), reduction.stage + 1
+        if following < stages:
+            self._start_stage(bucket, following, result, reduction.used)
+            return
+        self._accumulate(bucket, result, reduction.used)
+
+    def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
+        if not bucket.gradient_waits:  # a deferred gradient is zeros here
+            finished = self._finished(bucket, reduced)
+            if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
+                self.running.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
+                return
+            gradients.accumulate(bucket, finished, used)
+        self._step.owner.grad_sync.touched(bucket)
+
+    def reduce_waiting(self, bucket: Bucket) -> None:
+        """Reduce a bucket's deferred gradients outside of the backward that computed them."""
+        assert bucket.pending is not None
+        exchange = bucket.exchange
+        first = exchange.when.index(When.IF_DUE.value)
+        waiting = bucket.pending.take(exchange.comm_dtype)
+        reduced = self._reduce_stages(bucket, first, waiting, "what waits")
+        gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
+
+    def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
+        """Run the reduction from stage ``first`` on. Return the gradient, ``[shard_numel]`` in the main dtype."""
+        exchange = bucket.exchange
+        for stage in range(first, len(exchange.groups)):
+            more = f", {why}{f', stage {stage + 1}' if stage else ''}"
+            self._step.announce("reduce", bucket, bucket.topology.stages[stage].group, more)
+            gradient = self._step.wait(start_collective(gradient, stage, exchange))
+        return self._finished(bucket, gradient)
+
+    def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
+        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's hook."""
+        gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
+        if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
+            with torch.no_grad():
+                hooks_of_parameters.call(hook, gradient)
+        offload = bucket.plan.offload
+        return gradient if offload is None else host.offload(gradient, offload.pins)
+
+    def finish(self) -> None:
+        """Wait for running reductions, and accumulate their results."""
+        while self.running:
+            self._take_in()
+
+    def end_backward(self) -> None:
+        """Forget the graph of a backward that has ended."""
+        self._step.complete.clear()
+        self._anchors.clear()
+
+    def reset(self) -> None:
+        """Wait for running reductions and drop their results."""
+        while self.running:
+            reduction = self.running.popleft()
+            if reduction.stage < len(reduction.bucket.exchange.groups):
+                compat.wait_tensor(reduction.result)
+        self.end_backward()
+
+    def abandon(self) -> None:
+        """Forget running reductions, without waiting."""
+        self._abandoned += [reduction.result for reduction in self.running]
+        self.running.clear()
+
+    def take_abandoned(self) -> list[Tensor]:
+        """Return what running collectives write to that were abandoned."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """What stands for the shard of a bucket in the graph of autograd.
+
+    Args:
+        params: For each parameter, a tensor of its shape without memory, whose gradient is the parameter's.
+        bucket: A tensor of the bucket's size without memory, whose gradient is the packed gradient.
+        served: Shares of the backwards of compiled code that return packed gradients.
+        written: Gradients that kernels write.
+    """
+
+    params: tuple[Tensor, ...]
+    bucket: Tensor
+    served: list[gradients.Backward]
+    written: WrittenGradients
+
+    @staticmethod
+    def of(bucket: Bucket, reducing: Reducing) -> Anchors:
+        served: list[gradients.Backward] = []
+        written = WrittenGradients(bucket)
+        *params, whole = _Reduce.apply(bucket, reducing, served, written, *bucket.params)
+        return Anchors(tuple(params), whole, served, written)
+
+
+class _Reduce(torch.autograd.Function):
+    """Maps a bucket's parameters, which are autograd leaves, to anchors without memory.
+
+    There is one anchor of full shape per parameter, and one for the packed bucket, ``[numel]`` in the communication
+    dtype. The backward receives the bucket's gradients.
+    """
+
+    @staticmethod
+    @compat.python_only
+    def forward(
+        ctx: Any,
+        bucket: Bucket,
+        reducing: Reducing,
+        served: Sequence[gradients.Backward],
+        written: WrittenGradients,
+        *params: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
+        # that it holds itself.
+        ctx.bucket, ctx.reducing, ctx.served, ctx.written = weakref.ref(bucket), weakref.ref(reducing), served, written
+        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.device)
+        return *(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots), anchor_of_bucket(bucket)
+
+    @staticmethod
+    @compat.python_only
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        bucket, reducing = ctx.bucket(), ctx.reducing()
+        requested = RequestedGradients.of([node for node, _ in ctx.next_functions])
+        nothing = (
+            None,
+            None,
+            None,
+            None,
+            *requested.nothing,
+        )  # gradients are accumulated when their reduction has finished
+        if bucket is None or reducing is None:
+            refuse_dropped()
+        *whole_gradients, packed = given
+        used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
+        if packed is not None:
+            used = used.union(*(backward.used for backward in ctx.served))
+        used |= ctx.written.indices
+        gradients.tell_counting_hooks(bucket, requested.added - used)
+        if not used and packed is None:
+            return nothing
+        if torch.is_grad_enabled():
+            gradients.refuse_double_backward()
+        if requested.left_out and not requested.returned:
+            whole_gradients = [None if index in requested.left_out else g for index, g in enumerate(whole_gradients)]
+            if packed is not None:
+                packed = _without(bucket, packed, used & requested.left_out)
+            used -= requested.left_out
+        if ctx.written.indices:
+            alone = ctx.written.pack(whole_gradients)
+            if not requested.returned:
+                alone = _without(bucket, alone, requested.left_out)
+            packed = alone if packed is None else alone + packed
+        elif any(gradient is not None for gradient in whole_gradients):
+            enter_pool(bucket.owner.comm_buffers)
+            with compat.below_autograd():
+                alone = pack(whole_gradients, bucket.exchange, is_traced=False)
+            packed = alone if packed is None else alone + packed
+        if packed is None or not used:
+            return nothing
+        if requested.returned:
+            return None, None, None, None, *reducing.reduce_now(bucket, packed, used, requested)
+        reducing.post_backward(bucket, packed, used)
+        return nothing
+
+
+def anchor_of_bucket(bucket: Bucket) -> Tensor:
+    nothing = torch.empty((), dtype=bucket.plan.comm_dtype, device=bucket.device)
+    return nothing.expand(bucket.plan.layout.numel)
+
+
+def _without(bucket: Bucket, packed: Tensor, indices: frozenset[int]) -> Tensor:
+    """Return packed gradients, with zeros for the parameters ``indices``."""
+    if not indices:
+        return packed
+    packed = packed.clone()
+    for index in indices:
+        slot = bucket.plan.layout.slots[index]
+        packed[slot.offset : slot.end].zero_()
+    return packed

@@ -1,0 +1,359 @@
+"""The shard of a bucket: one flat tensor on each rank, and what is gathered from it or sent.
+
+flat          this rank's slice, an autograd leaf, in the main dtype
+resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
+              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
+quantized     the shard in float8 or float4, as it is sent
+on the device a copy of a shard that rests in host memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..formats import quantize
+from ..geometry.bucket_plan import BucketPlan
+from ..geometry.exchange import Exchange
+from ..geometry.partition import Partition
+from ..geometry.rows import RowSplit, contiguous_strides
+from ..geometry.topology import Topology
+from . import host
+
+__all__ = ["FlatShard"]
+
+
+class FlatRange(NamedTuple):
+    """The part ``[start, stop)`` of a flat tensor that holds a parameter, or rows of it, of this shape."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def at(cls, start: int, numel: int, shape: tuple[int, ...]) -> FlatRange:
+        return cls(start, start + numel, shape, contiguous_strides(shape))
+
+
+class FlatShard:
+    """The memory of a bucket's shard on this rank.
+
+    Args:
+        plan: Layout and dtypes.
+        topology: Ranks and what each of them holds.
+        device: Device that the bucket is used on. The shard is on the host if the plan says so.
+        partitions: For each parameter, how it is divided over ranks other than those of the topology.
+
+    Attributes:
+        flat: The shard, ``[shard_numel]`` in the main dtype.
+        exchange: How it is gathered and its gradients are reduced.
+        splits: Which rows of each parameter each rank holds.
+        places: Where the rows of each parameter are in ``flat``.
+    """
+
+    flat: Tensor
+    exchange: Exchange
+
+    def __init__(
+        self, plan: BucketPlan, topology: Topology, device: torch.device, partitions: Sequence[Partition | None]
+    ) -> None:
+        self.plan = plan
+        self.topology = topology
+        self.device = device
+        layout = plan.layout
+        self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
+        self.places = tuple(self._place(index) for index in range(len(layout.slots)))
+        self._whole_places = tuple(
+            FlatRange.at(slot.offset // self._width, math.prod(slot.param_shape), slot.param_shape)
+            for slot in layout.slots
+        )
+
+    def _at_rest(self, numel: int) -> Tensor:
+        """Return uninitialized memory where the shard rests, ``[numel]`` in the main dtype."""
+        if (offload := self.plan.offload) is not None:
+            return host.empty(numel, self.plan.main_dtype, self.device, offload.pins)
+        return torch.empty(numel, dtype=self.plan.main_dtype, device=self.device)
+
+    def _allocate(self, flat: Tensor) -> None:
+        """Adopt the shard, and allocate what stays gathered between uses; see :attr:`flat`."""
+        plan = self.plan
+        self.resident: Tensor | None = None
+        self._unused_gather: weakref.finalize | None = None
+        self._resident_of = -1  # version of the shard from which the resident was gathered
+        self._resident_awaited = True
+        self.quantized: Tensor | None = None
+        """This rank's shard as it is sent, quantized, in bytes; see :mod:`.quantized_shards`, which sets it."""
+        self.quantized_columns: Tensor | None = None
+        """The same of the plane of columns; see :mod:`.planes`."""
+        self.scales: Tensor | None = None
+        """Scales of the whole bucket, in the order of its parameters."""
+        self._quantized_of = -1  # version of the shard that was quantized
+        self._on_device: Tensor | None = None
+        self._on_device_of = -1  # version of the shard that was copied
+        group = self.topology.resident_group
+        if group is not None and not self.topology.releases_resident:
+            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=self.device)
+            if plan.main_dtype == plan.held_dtype and plan.offload is None:
+                mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
+                # Same memory, but a separate version counter: gathers may write to the resident at any time.
+                flat = mine.copy_(flat).data
+            self._hold(resident)
+        self.flat = flat
+
+    @property
+    def _width(self) -> int:
+        """Elements of the bucket in one element of its parameters."""
+        return 1 + self.plan.is_complex
+
+    def _place(self, index: int) -> FlatRange:
+        layout = self.plan.layout
+        start = layout.shard_offset(index, self.topology.shard) // self._width
+        numel = len(self.splits[index].elements(self.topology.shard))
+        return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
+
+    def elements(self, flat: Tensor) -> Tensor:
+        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
+        if not self.plan.is_complex or flat.is_complex():
+            return flat
+        return torch.view_as_complex(flat.view(-1, 2))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
+        flat = self.elements(flat)
+        first = flat.storage_offset()
+        # One operator per view; a slice with a view of it would be two, at every step.
+        return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
+
+    def whole_view(self, full: Tensor, index: int) -> Tensor:
+        """View of a parameter in the gathered bucket, ``[numel]``."""
+        start, _, shape, strides = self._whole_places[index]
+        full = self.elements(full)
+        return full.as_strided(shape, strides, full.storage_offset() + start)
+
+    # -- residents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether a gathered tensor stays between uses, even if only within a step."""
+        return self.topology.resident_group is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the resident was released, or gathered before the shard last changed."""
+        return self.has_resident and self._resident_of != self.flat._version
+
+    def hold_resident(self) -> Tensor:
+        """Return the resident; allocate it if it was released."""
+        if self.resident is None:
+            group = self.topology.resident_group
+            assert group is not None
+            numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
+            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
+        assert self.resident is not None
+        return self.resident
+
+    def _hold(self, resident: Tensor) -> None:
+        self.resident = resident
+        self._unused_gather = weakref.finalize(self, compat.wait_tensor_when_dropped, resident)
+
+    def let_go(self) -> None:
+        """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
+        if self.topology.releases_resident and self.resident is not None:
+            self.await_resident()
+            if self.plan.keeps_memory:
+                self.mark_resident(stale=True)
+            else:
+                self._drop_resident()
+
+    def mark_resident(self, stale: bool) -> None:
+        """Set whether the resident must be gathered before it is used."""
+        self._resident_of = -1 if stale else self.flat._version
+
+    def _drop_resident(self) -> None:
+        assert self._unused_gather is not None
+        self._unused_gather.detach()  # it references the memory
+        self.resident, self._resident_of = None, -1
+
+    @torch.no_grad()
+    def start_refresh(self) -> None:
+        """Start gathering the resident again. A collective: every rank must call it."""
+        group = self.topology.resident_group
+        assert group is not None
+        resident = self.hold_resident()
+        self.await_resident()
+        if self.quantized_columns is not None:
+            for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
+                gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
+                plane.copy_(quantize.from_records(gathered))
+        elif self.quantized is None or self.plan.stays_quantized:
+            shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
+            if group.size == 1:
+                resident.copy_(shard)
+            else:
+                compat.all_gather_out(shard, group.size, group.name, out=resident)
+            self._resident_awaited = group.size == 1
+        else:  # dequantized here, because graphs take residents as they are
+            gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
+            resident.copy_(self.dequantized(gathered))
+        self._resident_of = self.flat._version
+
+    def await_gather(self) -> None:
+        """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
+        if self.resident is not None:
+            self.await_resident()
+        if self.plan.offload is not None:
+            host.settle(self.device)
+
+    def await_resident(self) -> Tensor:
+        assert self.resident is not None
+        if not self._resident_awaited:
+            compat.wait_tensor(self.resident)
+            self._resident_awaited = True
+        return self.resident
+
+    def forget_resident(self) -> None:
+        """Mark the resident as stale after a failure: its gather may have failed."""
+        if self.resident is not None:
+            with contextlib.suppress(RuntimeError):
+                self.await_resident()
+            self._resident_of, self._resident_awaited = -1, True
+            if self.topology.releases_resident:
+                self._drop_resident()
+
+    # -- what is sent -------------------------------------------------------------------------------------------------
+
+    def fetched(self) -> Tensor:
+        """Return the shard on the device that uses it, without autograd: a copy if it is at rest on the host."""
+        shard = self.flat.detach()
+        return shard if self.plan.offload is None else host.fetch(shard, self.device)
+
+    def on_device(self) -> Tensor:
+        """Return the device's copy of a shard in host memory, ``[shard_numel]`` in the dtype that is sent.
+
+        It is copied again if the shard has changed.
+        """
+        if self._on_device_of != self.flat._version:
+            # A tensor of inference mode could not be written to later.
+            with torch.inference_mode(False), torch.no_grad():
+                if self._on_device is None:
+                    self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
+                self._on_device.copy_(self.fetched())
+            self._on_device_of = self.flat._version
+        assert self._on_device is not None
+        return self._on_device
+
+    def source(self) -> Tensor:
+        """The tensor that this rank gathers from, without autograd.
+
+        It is the resident, the quantized shard, the device's copy of the shard, or the shard.
+        """
+        if self.has_resident:
+            return self.await_resident()
+        if self.exchange.keeps_copy:
+            return self.on_device()
+        return self.flat.detach() if self.quantized is None else self.quantized
+
+    def sent(self) -> Tensor:
+        """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
+        at_rest = self.plan.offload is not None and not (self.has_resident or self.exchange.keeps_copy)
+        return self.fetched() if at_rest else self.source()
+
+    def own_part(self, columns: bool = False) -> Tensor:
+        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.
+
+        Args:
+            columns: Whether to return the plane of columns. Of planes, the data are returned, without scales.
+        """
+        source = self.source()
+        if self.quantized_columns is not None:
+            sent = self.quantized_columns if columns else self.quantized
+            return quantize.from_records(sent)[: self.flat.numel()]
+        if source is not self.quantized or self.plan.stays_quantized:
+            return source.to(self.device, self.plan.held_dtype)
+        if self.plan.scaling == quantize.MX:
+            return quantize.dequantize_mx(source, self.plan.compute_dtype)
+        return quantize.dequantize(source, self.scaled_parts(), self.plan.compute_dtype, self.plan.scaling)
+
+    # -- quantized shards ---------------------------------------------------------------------------------------------
+
+    @property
+    def scale_count(self) -> int:
+        """Number of scales of the bucket, which is quantized, without those that are gathered with the data."""
+        return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
+
+    def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:
+        """Return what :func:`.quantize.entries_of_rows` does for this rank's rows of each parameter.
+
+        Args:
+            scales: Scales of the whole bucket, or what they are made from.
+        """
+        slots, scaling = self.plan.layout.slots, self.plan.scaling
+        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
+        return [
+            quantize.entries_of_rows(whole, slot.row_dims, split.rows(self.topology.shard), scaling)
+            for whole, slot, split in zip(wholes, slots, self.splits, strict=True)
+        ]
+
+    def scales_per_row(self, scales: Tensor) -> list[Tensor]:
+        """Return the scales of this rank's rows of each parameter, see :func:`.quantize.per_row`."""
+        scaling = self.plan.scaling
+        return [
+            quantize.per_row(entries, place.shape[-2], scaling, before) if math.prod(place.shape) else entries
+            for (entries, before), place in zip(self.entries_of_rows(scales), self.places, strict=True)
+        ]
+
+    def scaled_parts(self) -> list[tuple[int, tuple[int, ...], Tensor]]:
+        """Return offset in the shard, shape, and scales of this rank's rows of each parameter."""
+        assert self.scales is not None
+        scales = self.scales_per_row(self.scales)
+        return [(place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True)]
+
+    @property
+    def is_quantized_stale(self) -> bool:
+        """Whether the shard has changed since it was quantized."""
+        return self.quantized is not None and self._quantized_of != self.flat._version
+
+    def mark_quantized(self, stale: bool) -> None:
+        """Set whether the shard must be quantized before the bucket is gathered."""
+        self._quantized_of = -1 if stale else self.flat._version
+
+    @property
+    def sends_planes(self) -> bool:
+        """Whether a gather brings one of two planes. Otherwise there is one, or both stay gathered."""
+        return self.quantized_columns is not None and self.topology.gather_group is not None
+
+    def plane(self, full: Tensor, columns: bool) -> Tensor:
+        """Return a plane of what is gathered: data ``[numel]``, then scales ``[numel / 32]``."""
+        return full if full.numel() == self.plan.held_numel else full.chunk(2)[columns]
+
+    def scale_of(self, index: int, full: Tensor) -> Tensor:
+        """Return the scales of a parameter, of the bucket that is gathered in float8.
+
+        Args:
+            full: The gathered bucket, or the plane of it.
+        """
+        if self.quantized_columns is not None:
+            slot = self.plan.layout.slots[index]
+            place = self.plan.layout.numel + slot.offset // quantize.MX_BLOCK
+            return full.narrow(0, place, slot.numel // quantize.MX_BLOCK)
+        assert self.scales is not None
+        shapes = [slot.shape for slot in self.plan.layout.slots]
+        return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
+
+    def quantized_view(self, full: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Return data and scales of a parameter in the gathered bucket, or in a plane of it."""
+        return self.whole_view(full, index).view(quantize.DTYPE), self.scale_of(index, full)
+
+    def dequantized(self, gathered: Tensor) -> Tensor:
+        """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
+        assert self.scales is not None
+        places, plan = [(slot.offset, slot.shape) for slot in self.plan.layout.slots], self.plan
+        return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
