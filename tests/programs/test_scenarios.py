@@ -27,11 +27,7 @@ MODES = [EAGER, AOT_EAGER]
 def test_four_ranks() -> None:
     data = parity.batches(steps=3)
     for factory in (zoo.Plain, zoo.Uneven, zoo.FrozenParameters):
-        alone = parity.train_alone(factory, data, parity.sgd)
-        eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
-        compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
-        parity.assert_close(eager, alone)
-        parity.assert_bitwise(eager, compiled)
+        parity.train_both_ways(factory, data, alone=parity.train_alone(factory, data, parity.sgd))
 
 
 @pytest.mark.long
@@ -39,11 +35,7 @@ def test_four_ranks() -> None:
 @on_ranks(3)
 def test_three_ranks(factory: type[nn.Module]) -> None:
     data = parity.batches(steps=2)
-    alone = parity.train_alone(factory, data, parity.sgd)
-    eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
-    compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
-    parity.assert_close(eager, alone)
-    parity.assert_bitwise(eager, compiled)
+    parity.train_both_ways(factory, data, alone=parity.train_alone(factory, data, parity.sgd))
 
 
 @pytest.mark.long
@@ -60,10 +52,7 @@ def test_one_rank_is_plain_training() -> None:
 def test_microbatches_accumulate() -> None:
     data = parity.batches(steps=2, shape=(6, 8))
     alone = parity.train_alone(zoo.Plain, data, parity.sgd, microbatches=3)
-    eager = parity.train_sharded(zoo.Plain, EAGER, data, parity.sgd, microbatches=3)
-    compiled = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, microbatches=3)
-    parity.assert_close(eager, alone)
-    parity.assert_bitwise(eager, compiled)
+    parity.train_both_ways(zoo.Plain, data, alone=alone, microbatches=3)
 
 
 @pytest.mark.long
@@ -74,9 +63,7 @@ def test_units_in_several_buckets_train_alike() -> None:
     for factory in (zoo.Plain, zoo.FrozenParameters):
         whole = parity.train_sharded(factory, EAGER, data, parity.sgd)
         for most in (1, 600):
-            eager = parity.train_sharded(factory, EAGER, data, parity.sgd, bucket_bytes=most)
-            compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, bucket_bytes=most)
-            parity.assert_bitwise(eager, compiled)
+            eager = parity.train_both_ways(factory, data, bucket_bytes=most)
             assert len(eager.model.sharded.buckets) > len(whole.model.sharded.buckets)
             for name, param in whole.params.items():
                 assert torch.equal(param, eager.params[name]), name
@@ -146,9 +133,7 @@ def test_bfloat16_model_keeps_float32_shards() -> None:
     def factory() -> nn.Module:
         return zoo.Plain().bfloat16()
 
-    eager = parity.train_sharded(factory, EAGER, data, parity.sgd, units=[zoo.Block])
-    compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, units=[zoo.Block])
-    parity.assert_bitwise(eager, compiled)
+    eager = parity.train_both_ways(factory, data, units=[zoo.Block])
     for param in eager.model.parameters():
         assert param.dtype == torch.float32
     # bfloat16 has 8 bits, so sums of two ranks' gradients are rounded at 2**-8 of the largest.

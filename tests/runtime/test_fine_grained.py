@@ -27,15 +27,6 @@ def buckets_of(model: Any) -> list[str]:
     return [bucket.plan.name for bucket in model.sharded.buckets]
 
 
-def assert_same(mine: parity.Run, its: parity.Run) -> None:
-    """Assert bitwise equality by parameter. Shards are at different places."""
-    assert all(torch.equal(a, b) for a, b in zip(mine.losses, its.losses, strict=True))
-    for here, there in zip([*mine.gradients, mine.params], [*its.gradients, its.params], strict=True):
-        assert here.keys() == there.keys()
-        for name, value in here.items():
-            assert torch.equal(value, there[name]), name
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
@@ -44,11 +35,9 @@ def test_feature(name: str) -> None:
     data = parity.batches(steps=2)
     whole = parity.train_sharded(MODELS[name], EAGER, data, parity.sgd)
     for sharding in (MODULE, PARAMETER, MODULE | PARAMETER):
-        eager = parity.train_sharded(MODELS[name], EAGER, data, parity.sgd, sharding=sharding)
-        compiled = parity.train_sharded(MODELS[name], AOT_EAGER, data, parity.sgd, sharding=sharding)
+        eager = parity.train_both_ways(MODELS[name], data, sharding=sharding)
         assert buckets_of(eager.model) != buckets_of(whole.model)
-        parity.assert_bitwise(eager, compiled)
-        assert_same(eager, whole)
+        parity.assert_same_by_name(eager, whole)
 
 
 @pytest.mark.long
@@ -59,9 +48,7 @@ def test_strategies(strategy: int) -> None:
     alone = parity.train_alone(zoo.Plain, data, parity.sgd, microbatches=2)
     for more in ({}, {"fsdp_double_buffer": True}):
         sharding = {"zero_dp_strategy": strategy, **MODULE, **more}
-        eager = parity.train_sharded(zoo.Plain, EAGER, data, parity.sgd, microbatches=2, sharding=sharding)
-        compiled = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, microbatches=2, sharding=sharding)
-        parity.assert_bitwise(eager, compiled)
+        eager = parity.train_both_ways(zoo.Plain, data, microbatches=2, sharding=sharding)
         parity.assert_close(eager, alone)
 
 

@@ -33,15 +33,6 @@ def units_of(model: Any) -> list[str]:
     return [unit.name for unit in model.sharded.eager.units]
 
 
-def assert_same(mine: parity.Run, its: parity.Run) -> None:
-    """Assert bitwise equality by parameter. Shards are at different places."""
-    assert all(torch.equal(a, b) for a, b in zip(mine.losses, its.losses, strict=True))
-    for here, there in zip([*mine.gradients, mine.params], [*its.gradients, its.params], strict=True):
-        assert here.keys() == there.keys()
-        for name, value in here.items():
-            assert torch.equal(value, there[name]), name
-
-
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -57,10 +48,8 @@ def test_feature(name: str) -> None:
     data = parity.batches(steps=2)
     apart = parity.train_sharded(factory, EAGER, data, parity.sgd)
     for unit_bytes in (BLOCK + BLOCK // 2, 10**6):
-        eager = parity.train_sharded(factory, EAGER, data, parity.sgd, unit_bytes=unit_bytes)
-        compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, unit_bytes=unit_bytes)
-        parity.assert_bitwise(eager, compiled)
-        assert_same(eager, apart)
+        eager = parity.train_both_ways(factory, data, unit_bytes=unit_bytes)
+        parity.assert_same_by_name(eager, apart)
     assert f"blocks.0-{len(eager.model.module.blocks) - 1}" in units_of(eager.model)
 
 
@@ -72,10 +61,8 @@ def test_four_ranks() -> None:
     alone = parity.train_alone(factory, data, parity.sgd)
     for blocks, names in ((2, ["blocks.0-1", "blocks.2-3"]), (3, ["blocks.0-2", "blocks.3"]), (4, ["blocks.0-3"])):
         options = {"units": [zoo.Block], **joined(blocks)}
-        eager = parity.train_sharded(factory, EAGER, data, parity.sgd, **options)
-        compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, **options)
+        eager = parity.train_both_ways(factory, data, **options)
         assert units_of(eager.model) == ["root:before", *names, "root:after"]
-        parity.assert_bitwise(eager, compiled)
         parity.assert_close(eager, alone)
 
 
@@ -112,7 +99,7 @@ def test_four_ranks_without_rounding() -> None:
             options = {"units": [nn.Linear], "unit_bytes": blocks * block}
             run = parity.train_sharded(Whole, mode, data, parity.sgd, **options)
             assert len(units_of(run.model)) == 4 // blocks
-            assert_same(run, apart)
+            parity.assert_same_by_name(run, apart)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from parity import AOT_EAGER, EAGER, INDUCTOR, assert_bitwise, batches, build, shard, train_sharded
+from parity import AOT_EAGER, EAGER, INDUCTOR, assert_bitwise, batches, build, shard, train_both_ways, train_sharded
 from pool import on_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -86,9 +86,7 @@ def test_same_numbers(model: type[nn.Module]) -> None:
     """Bitwise as without offload, eager and compiled."""
     data = batches(3)
     plain = train_sharded(model, EAGER, data)
-    offloaded = [train_sharded(model, mode, data, sharding=OFFLOADED) for mode in (EAGER, AOT_EAGER)]
-    for run in offloaded:
-        assert_bitwise(plain, run)
+    assert_bitwise(plain, train_both_ways(model, data, None, sharding=OFFLOADED))
 
 
 @pytest.mark.long
@@ -96,18 +94,15 @@ def test_same_numbers(model: type[nn.Module]) -> None:
 @on_ranks(2)
 def test_accumulation_in_lower_precision(sync: bool) -> None:
     """Microbatches are summed on the host; what is gathered is cast on the device."""
-    data = batches(2)
+    data = batches(2).bfloat16()
     options = {"precision": BF16, "microbatches": 2}
+    sharding = {"sync_model_each_microbatch": sync}
 
     def model() -> nn.Module:
         return zoo.Plain().bfloat16()
 
-    plain, *offloaded = (
-        train_sharded(model, mode, data.bfloat16(), **options, sharding=sharding | {"sync_model_each_microbatch": sync})
-        for mode, sharding in ((EAGER, {}), (EAGER, OFFLOADED), (AOT_EAGER, OFFLOADED))
-    )
-    for run in offloaded:
-        assert_bitwise(plain, run)
+    plain = train_sharded(model, EAGER, data, sharding=sharding, **options)
+    assert_bitwise(plain, train_both_ways(model, data, None, sharding=sharding | OFFLOADED, **options))
 
 
 @pytest.mark.long
@@ -115,13 +110,9 @@ def test_accumulation_in_lower_precision(sync: bool) -> None:
 def test_hybrid() -> None:
     """With outer ranks, the second stage runs on the device, and its result is copied."""
     data = batches(2)
-    meshes = [mesh_arguments("HSDP optim_grads_params") | each for each in ({}, OFFLOADED, OFFLOADED)]
-    plain, *offloaded = (
-        train_sharded(zoo.Plain, mode, data, sharding=mesh)
-        for mode, mesh in zip((EAGER, EAGER, AOT_EAGER), meshes, strict=True)
-    )
-    for run in offloaded:
-        assert_bitwise(plain, run)
+    plain = train_sharded(zoo.Plain, EAGER, data, sharding=mesh_arguments("HSDP optim_grads_params"))
+    offloaded = mesh_arguments("HSDP optim_grads_params") | OFFLOADED
+    assert_bitwise(plain, train_both_ways(zoo.Plain, data, None, sharding=offloaded))
 
 
 @pytest.mark.long

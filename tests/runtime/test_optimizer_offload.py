@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from parity import AOT_EAGER, EAGER, assert_bitwise, batches, build, shard, train_sharded
+from parity import AOT_EAGER, EAGER, assert_bitwise, batches, build, shard, train_both_ways, train_sharded
 from pool import on_ranks
 from test_offload import assert_refused, copies
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=to
 def test_same_numbers(model: type[nn.Module]) -> None:
     data = batches(3)
     plain = train_sharded(model, EAGER, data)
-    for mode in (EAGER, AOT_EAGER):
-        assert_bitwise(plain, train_sharded(model, mode, data, sharding=OFFLOADED))
+    assert_bitwise(plain, train_both_ways(model, data, None, sharding=OFFLOADED))
 
 
 def trained(
@@ -87,13 +86,8 @@ def test_strategies(strategy: int) -> None:
 @on_ranks(4)
 def test_two_dimensions(kind: str) -> None:
     data = batches(2)
-    meshes = [mesh_arguments(kind) | each for each in ({}, OFFLOADED, OFFLOADED)]
-    plain, *offloaded = (
-        train_sharded(zoo.Plain, mode, data, sharding=mesh)
-        for mode, mesh in zip((EAGER, EAGER, AOT_EAGER), meshes, strict=True)
-    )
-    for run in offloaded:
-        assert_bitwise(plain, run)
+    plain = train_sharded(zoo.Plain, EAGER, data, sharding=mesh_arguments(kind))
+    assert_bitwise(plain, train_both_ways(zoo.Plain, data, None, sharding=mesh_arguments(kind) | OFFLOADED))
 
 
 @pytest.mark.long
