@@ -32,15 +32,16 @@ from typing import Literal
 
 from published import GIB, run
 
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
 from mfsdp_compile.passes.solver.solve import BudgetError, solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits
-from mfsdp_compile.planning.planner import planned, problem_of
+from mfsdp_compile.planning.on_ranks import problem_of
+from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy

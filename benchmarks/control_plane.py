@@ -31,8 +31,8 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.processes import run_ranks
-from mfsdp_compile.runtime.model.sharded_model import sharded_model as model
-from mfsdp_compile.runtime.ranks import agreement, store_tree
+from mfsdp_compile.runtime.model import sharded_model as model
+from mfsdp_compile.runtime.ranks import agreement, notices, rendezvous, store_tree
 
 CONNECTIONS = 16
 
@@ -121,11 +121,11 @@ class Simulation:
         for rank in range(ranks):
             store = self.root.of(rank)
             store.add(f"{key}/visits/{rank}", 1)
-            is_last, _ = agreement._add(store, f"{key}/all", digest, ranks)
+            is_last, _ = rendezvous.add(store, f"{key}/all", digest, ranks)
         assert is_last
-        agreement.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
+        notices.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
         for rank in range(ranks):
-            agreement._await_answer(self.root.of(rank), f"{key}/verdict", list, timedelta(minutes=5), None)
+            rendezvous.await_answer(self.root.of(rank), f"{key}/verdict", list, timedelta(minutes=5), None)
         return self.root.cpu() - before
 
     def tree(self, ranks: int) -> tuple[float, float]:
@@ -139,7 +139,7 @@ class Simulation:
         for rank in range(size):
             store = self.part.of(rank)
             store.add(f"{key}/visits/{rank}", 1)
-            agreement._add(store, f"{key}/all", digest, size)
+            rendezvous.add(store, f"{key}/all", digest, size)
             for _ in range(LOOKS):
                 store.check([f"{key}/verdict"])
         store.set(f"{key}/verdict", "{}")
@@ -152,10 +152,10 @@ class Simulation:
         for number in range(parts):
             store = self.root.of(number)
             store.set(f"{key}/part/{number}", "[]")
-            agreement._add(store, f"{key}/all", digest, parts)
-        agreement.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
+            rendezvous.add(store, f"{key}/all", digest, parts)
+        notices.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
         for number in range(parts):
-            agreement._await_answer(self.root.of(number), f"{key}/verdict", list, timedelta(minutes=5), None)
+            rendezvous.await_answer(self.root.of(number), f"{key}/verdict", list, timedelta(minutes=5), None)
             self.root.of(number).delete_key(f"{key}/before/part/{number}")
         return of_part, self.root.cpu() - begun
 

@@ -17,8 +17,8 @@ if elsewhere() is not None:
         __path__.append(str(CHECKOUT))
     if (_other := elsewhere()) is not None:
         raise ImportError(
-            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python "
-            f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
+            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and "
+            f"Python finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
         )
 
 if TYPE_CHECKING:
@@ -36,27 +36,20 @@ if TYPE_CHECKING:
     from .wrapper import MegatronFSDP
 
 _PLACES = {
-    "Communication": "runtime.plan.communicators",
-    "Communicator": "runtime.plan.communicators",
-    "DistributedDataParallelConfig": "megatron",
-    "DistributedOptimizer": "megatron",
-    "FSDPDistributedIndex": "distributed_index",
-    "FullyShardedDataParallel": "megatron",
-    "MegatronFSDP": "wrapper",
-    "MixedPrecisionPolicy": "runtime.plan.precision",
-    "OptimizerOffloadPolicy": "runtime.plan.offload",
-    "ScheduleError": "passes.verifier.verify",
-    "ShardingStrategy": "runtime.geometry.placements",
-    "capture_step": "cuda_graphs",
-    "explain": "diagnostics.explain",
-    "fully_shard": "api",
-    "fully_shard_model": "api",
-    "fully_shard_optimizer": "api",
-    "load_pretrained": "pretrained",
-    "save_pretrained": "pretrained",
-    "verify": "passes.verifier.verify",
+    "api": "fully_shard fully_shard_model fully_shard_optimizer",
+    "cuda_graphs": "capture_step",
+    "diagnostics.explain": "explain",
+    "distributed_index": "FSDPDistributedIndex",
+    "megatron": "DistributedDataParallelConfig DistributedOptimizer FullyShardedDataParallel",
+    "passes.verifier.verify": "ScheduleError verify",
+    "pretrained": "load_pretrained save_pretrained",
+    "runtime.geometry.placements": "ShardingStrategy",
+    "runtime.plan.communicators": "Communication Communicator",
+    "runtime.plan.offload": "OptimizerOffloadPolicy",
+    "runtime.plan.precision": "MixedPrecisionPolicy",
+    "wrapper": "MegatronFSDP",
 }
-"""Public names and the modules that define them, which are imported at their first use: the command line starts without torch."""
+"""Modules, and the public names that they define, imported at first use: the command line starts without torch."""
 
 __all__ = [
     "Communication",
@@ -89,11 +82,12 @@ except importlib.metadata.PackageNotFoundError:
 
 def __getattr__(name: str) -> Any:
     with quick_imports():
-        if name not in _PLACES:
+        place = next((place for place, names in _PLACES.items() if name in names.split()), None)
+        if place is None:
             if name.startswith("__") or importlib.util.find_spec(f"{__name__}.{name}") is None:
                 raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
             return importlib.import_module(f"{__name__}.{name}")
-        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{place}"), name)
     globals()[name] = value
     return value
 

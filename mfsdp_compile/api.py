@@ -1,52 +1,31 @@
 """The functions that users call: ``fully_shard_model``, ``fully_shard_optimizer`` and ``fully_shard``.
 
-Names and arguments are those of Megatron-FSDP.
+Names and arguments are those of Megatron-FSDP. :mod:`.sharding` does what they say.
 """
 
 from __future__ import annotations
 
-import os
-import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
-from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.geometry.bucket_plan import Offload
-from mfsdp_compile.runtime.geometry.exchange import Overlap
-from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.geometry.topology import Topology
-from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
+from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
-from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
-from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
-from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
-from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
-from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
-from mfsdp_compile.runtime.plan.precision import (
-    GradientPolicy,
-    MixedPrecisionPolicy,
-    Policies,
-    PolicyArgument,
-    Scaling,
-)
-from mfsdp_compile.runtime.plan.units import Unit, UnitModules
+from mfsdp_compile.runtime.plan.experts import IsExpert
+from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
+from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
+from mfsdp_compile.runtime.plan.units import UnitModules
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 
-from .distributed_index import FSDPDistributedIndex
-from .progress import working
-from .runtime.program_lines import warn
-from .tracebacks import shorten_uncaught
+from .sharding import shard
+from .sharding_arguments import Arguments, check_flag
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -140,9 +119,9 @@ def fully_shard_model(
             in the order of ``module.modules()``, and each fills its own tensors with ``reset_parameters()`` or
             ``_reset_parameters()``. All ranks must have the same random seed; the values are those that one process
             draws.
-        mixed_precision_policy: Dtypes of parameters, gradients, inputs and outputs, as a :class:`MixedPrecisionPolicy` or
-            FSDP2's. The default keeps float32 shards. A mapping gives classes of modules policies of their own, as in
-            ``{torch.nn.LayerNorm: policy, None: other}``, with the policy of everything else under None. A module of
+        mixed_precision_policy: Dtypes of parameters, gradients, inputs and outputs, as a :class:`MixedPrecisionPolicy`
+            or FSDP2's. The default keeps float32 shards. A mapping gives classes of modules policies of their own, as
+            in ``{torch.nn.LayerNorm: policy, None: other}``, with the policy of everything else under None. A module of
             such a class, which may be a unit or not, casts what it gets and returns by its policy. Classes are given
             as in ``fsdp_unit_modules``; of several that fit, the most derived one decides.
         overlap_grad_reduce: Let reductions run while backward computes.
@@ -159,14 +138,15 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
-        keep_fp8_transpose_cache: For weights that layers of Transformer Engine get in fp8 (``quantized_model_init``), on devices
-            that need a transposed copy in backward: make it in forward, and keep it until then. It takes one byte per
-            element. By default, backward makes it, one weight at a time. Warns if there are no such weights.
-        nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors. Implies
-            ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
+        keep_fp8_transpose_cache: For weights that layers of Transformer Engine get in fp8 (``quantized_model_init``),
+            on devices that need a transposed copy in backward: make it in forward, and keep it until then. It takes one
+            byte per element. By default, backward makes it, one weight at a time. Warns if there are no such weights.
+        nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors.
+            Implies ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
         disable_symmetric_registration: With ``nccl_ub``: register local memory instead of symmetric windows, which NCCL
             has since 2.27. With symmetric memory, a buffer that is still referred to when it is its turn is an error.
-        fsdp_manual_registration: With ``nccl_ub``: register when :meth:`MegatronFSDP.manual_buffer_registration` is called.
+        fsdp_manual_registration: With ``nccl_ub``: register when :meth:`MegatronFSDP.manual_buffer_registration` is
+            called.
         fsdp_double_buffer: Gather into two buffers that stay, and pack gradients in two others, for each group of
             buckets of the same size and dtype. They are never overwritten while something refers to them; if both are
             in use, fresh memory is. Costs memory: twice the largest layer for gathers, and twice for gradients.
@@ -180,9 +160,9 @@ def fully_shard_model(
         disable_bucketing: Give each parameter a bucket of its own. A unit still starts all of its gathers together,
             but each parameter is awaited, and its gradient reduced, by itself. For comparisons, and for parameters that
             are large enough to be messages of their own.
-        cuda_graph_mode: Keep gradients, deferred sums and gathered parameters that last from step to step at one address,
-            as CUDA graphs need: for :func:`~mfsdp_compile.capture_step`, or ``torch.cuda.graph`` around forward and
-            backward. ``zero_grad`` then zeroes gradients where it would set them to None. Implies
+        cuda_graph_mode: Keep gradients, deferred sums and gathered parameters that last from step to step at one
+            address, as CUDA graphs need: for :func:`~mfsdp_compile.capture_step`, or ``torch.cuda.graph`` around
+            forward and backward. ``zero_grad`` then zeroes gradients where it would set them to None. Implies
             ``fsdp_double_buffer``. Costs memory: the gradients between ``zero_grad`` and the next backward.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
@@ -216,8 +196,8 @@ def fully_shard_model(
             experts; everything else is the same on all ranks. Gradients of experts are the mean over all data-parallel
             ranks, as in one process with all experts. Where tensor-parallel ranks divide everything else, a mesh of all
             n data-parallel times tensor-parallel ranks says that they divide experts too, and that each rank sends its
-            own tokens to them (sequence parallelism); a mesh of the data-parallel ranks, or one with the tensor-parallel
-            dimension, that they hold the same experts.
+            own tokens to them (sequence parallelism); a mesh of the data-parallel ranks, or one with the
+            tensor-parallel dimension, that they hold the same experts.
         hybrid_fsdp_expt_group: Process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and
             ``dp_shard_dim``. Required with ``dp_outer_dim``.
         expt_fsdp_group_ag: Like ``fsdp_group_ag``, for experts.
@@ -228,28 +208,28 @@ def fully_shard_model(
             module's own parameters and buffers have memory at that point; those of its submodules may already be
             sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialization`, or
             :class:`mfsdp_compile.integrations.huggingface_init.Pretrained` to load weights from a folder.
-        communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority, thread
-            blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass the
-            same. None: gathers have their own where NCCL runs them and that pays.
-        buffer_allocator: Called as ``buffer_allocator(numel, dtype, device)`` for each communication buffer, at its first
-            use; returns a contiguous tensor ``[numel]`` of memory that nothing else uses, at an address that is a
+        communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority,
+            thread blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass
+            the same. None: gathers have their own where NCCL runs them and that pays.
+        buffer_allocator: Called as ``buffer_allocator(numel, dtype, device)`` for each communication buffer, at its
+            first use; returns a contiguous tensor ``[numel]`` of memory that nothing else uses, at an address that is a
             multiple of 16 bytes. Anything else is an error in that step. Called again after a step that failed, and
             for copies of the model. Needs buffers (``fsdp_double_buffer``, ``maxpool_double_buffer``), and excludes
             ``nccl_ub``, whose buffers NCCL allocates. Memory that is used while all buffers are in use is torch's.
             None: torch allocates.
-        ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor compared
-            between ranks. Their gradients are this rank's own; reduce them yourself.
+        ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor
+            compared between ranks. Their gradients are this rank's own; reduce them yourself.
         reshard_after_forward: Whether parameters are released after forward and gathered again in backward. A number n
             of ranks, which divides the ranks that parameters are sharded over: each rank keeps one of n portions, and
-            backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from unit
-            modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
+            backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from
+            unit modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
             ``optim_grads_params``. The option of the same name of ``torch.compile`` goes before, if it is not True.
-        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``, for ``optim_grads_params``: shards, reduced gradients
-            and optimizer state are in host memory, and the optimizer steps on the CPU. A gather copies the shard to the
-            device first. :class:`OptimizerOffloadPolicy`, for all strategies: the same, but the device keeps what it
-            gathers, and gets it from the host once per optimizer step. None, or ``OffloadPolicy()``: everything is on the
-            device. A mapping from unit modules, or their classes, to such policies; ``module`` itself stands for
-            parameters in no unit.
+        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``, for ``optim_grads_params``: shards, reduced
+            gradients and optimizer state are in host memory, and the optimizer steps on the CPU. A gather copies the
+            shard to the device first. :class:`OptimizerOffloadPolicy`, for all strategies: the same, but the device
+            keeps what it gathers, and gets it from the host once per optimizer step. None, or ``OffloadPolicy()``:
+            everything is on the device. A mapping from unit modules, or their classes, to such policies; ``module``
+            itself stands for parameters in no unit.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -260,139 +240,7 @@ def fully_shard_model(
         ValueError, TypeError: If an argument is wrong. The model is left unchanged.
     """
     given = dict(locals())
-    _refuse_wrong_types(given)
-    if expt_device_mesh is None:
-        _refuse_without_experts(given)
-    if calculate_per_token_loss and average_in_collective:
-        raise ValueError(
-            "calculate_per_token_loss sums gradients and average_in_collective averages them: pass only one of them."
-        )
-    if nccl_ub and average_in_collective and not disable_symmetric_registration:
-        raise ValueError(
-            "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
-            "average_in_collective out, or pass disable_symmetric_registration=True."
-        )
-    if nccl_ub and "expandable_segments:true" in compat.allocator_settings().replace(" ", "").lower():
-        raise ValueError(
-            f"nccl_ub: PYTORCH_ALLOC_CONF has {compat.allocator_settings()!r}, and NCCL cannot register memory of "
-            "expandable segments. Leave expandable_segments out, or train without nccl_ub."
-        )
-    if buffer_allocator is not None and nccl_ub:
-        raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
-    communicators = Communication.of(communication)
-    if communicators.zero_cta and (not nccl_ub or disable_symmetric_registration):
-        raise ValueError(
-            "communication: zero_cta gathers from and into symmetric memory. Pass nccl_ub=True, and leave "
-            "disable_symmetric_registration out."
-        )
-    if enable_fine_grained_param_gather and unit_bytes is not None:
-        raise ValueError(
-            "enable_fine_grained_param_gather divides units into modules, and unit_bytes joins units: pass only one of them."
-        )
-    if disable_bucketing and bucket_bytes is not None:
-        raise ValueError(
-            "disable_bucketing gives each parameter a bucket of its own, so there is nothing that bucket_bytes could "
-            "split: pass only one of them."
-        )
-    precision = Policies.of(mixed_precision_policy, "mixed_precision_policy").map(
-        lambda policy: _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
-    )
-    if isinstance(module, MegatronFSDP):
-        raise ValueError(
-            "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."
-        )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
-    shorten_uncaught()
-    _refuse_other_data_parallelism(module)
-    strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
-    outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-    topology, every = build_topology(
-        device_mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        hybrid_fsdp_group,
-        strategy,
-        outer_strategy,
-        fsdp_group_ag,
-        device_type=_device_type(device, module),
-    )
-
-    def experts() -> ExpertPlacement:
-        assert expt_device_mesh is not None
-        return build_experts(
-            expt_device_mesh,
-            dp_shard_dim,
-            dp_outer_dim,
-            hybrid_fsdp_expt_group,
-            strategy,
-            outer_strategy,
-            expt_fsdp_group_ag,
-            is_expert,
-            topology,
-        )
-
-    if init_fn is not None and not init_model_with_meta_device:
-        raise ValueError(
-            "init_fn needs init_model_with_meta_device=True: it initializes parameters on the meta device, and this "
-            "model already has values."
-        )
-    scaling = Scaling.SUM_THEN_SCALE
-    if calculate_per_token_loss or average_in_collective:
-        scaling = Scaling.SUM if calculate_per_token_loss else Scaling.AVERAGE_IN_COLLECTIVE
-    options = ShardingOptions(
-        unit_modules=fsdp_unit_modules,
-        precision=precision,
-        gradient_policy=GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad, cuda_graph_mode),
-        overlap=Overlap(overlap_param_gather, overlap_grad_reduce),
-        check_values=check_values,
-        layout_policy=LayoutPolicy(
-            block_numel=optimizer_block_size,
-            bucket_bytes=bucket_bytes,
-            unit_bytes=unit_bytes,
-            by_parameter=disable_bucketing,
-        ),
-        by_module=enable_fine_grained_param_gather,
-        whole=[
-            name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)
-        ],
-        experts=experts if expt_device_mesh is not None else None,
-        tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
-        from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
-        buffer_policy=BufferPolicy(
-            fsdp_double_buffer or maxpool_double_buffer or nccl_ub or cuda_graph_mode,
-            maxpool_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail,
-        ),
-        registers="never" if not nccl_ub else "later" if fsdp_manual_registration else "now",
-        allocate=buffer_allocator,
-        symmetric=not disable_symmetric_registration,
-        communication=communicators,
-        keeps_transposes=keep_fp8_transpose_cache,
-        ignored=frozenset(ignored_params),
-        reshard_after_forward=_resharding(reshard_after_forward, module, topology),
-        offload=_offloading(offload_policy, module),
-    )
-    if buffer_allocator is not None and not options.buffer_policy.double:
-        raise ValueError(
-            "buffer_allocator allocates communication buffers, and this model has none: pass fsdp_double_buffer=True or "
-            "maxpool_double_buffer=True."
-        )
-    with working(f"sharding {type(module).__name__}"):
-        sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
-    sharded.grad_sync.settings.automatic = sync_model_each_microbatch
-    index = FSDPDistributedIndex(
-        device_mesh if device_mesh is not None else topology.mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        tp_dim,
-        hybrid_fsdp_group,
-        hybrid_fsdp_expt_group,
-        topology.is_hfsdp,
-        expt_device_mesh,
-        fsdp_group_ag,
-        expt_fsdp_group_ag,
-    )
+    sharded, index = shard(given.pop("module"), Arguments(**given))
     return MegatronFSDP.of(module, sharded, index)
 
 
@@ -438,9 +286,9 @@ def fully_shard_optimizer(
         NotImplementedError: With ``whole`` or a Muon, if a matrix is divided over two mesh dimensions besides the
             data-parallel ones.
     """
-    _check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
-    _check_flag("flat", flat)
-    _check_flag("whole", whole)
+    check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
+    check_flag("flat", flat)
+    check_flag("whole", whole)
     optimizers.check(optimizer, "fully_shard_optimizer", flat, whole)
     return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt, whole)
 
@@ -472,7 +320,7 @@ def fully_shard(
             f"fully_shard takes an nn.Module and its optimizer, in this order; got a {type(module).__name__} and a "
             f"{type(optimizer).__name__}"
         )
-    _check_flag("flat_optimizer", flat_optimizer)
+    check_flag("flat_optimizer", flat_optimizer)
     optimizers.check(optimizer, "fully_shard", flat_optimizer)
     names = optimizers.named_groups(optimizer, module)
     if isinstance(optimizer, torch.optim.Muon):
@@ -481,198 +329,3 @@ def fully_shard(
     optimizers.rebind(optimizer, names, module)
     by_name = kwargs.get("preproc_state_dict_for_dcp_ckpt", True)
     return model, fully_shard_optimizer(optimizer, by_name, flat=flat_optimizer)
-
-
-_FLAGS = (
-    "init_model_with_meta_device",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "sync_model_each_microbatch",
-    "preproc_state_dict_for_dcp_ckpt",
-    "report_nan_in_param_grad",
-    "average_in_collective",
-    "calculate_per_token_loss",
-    "use_decoupled_grad",
-    "check_values",
-    "nccl_ub",
-    "disable_symmetric_registration",
-    "fsdp_manual_registration",
-    "disable_bucketing",
-    "enable_fine_grained_param_gather",
-    "fsdp_double_buffer",
-    "maxpool_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "cuda_graph_mode",
-    "keep_fp8_transpose_cache",
-)
-
-
-def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
-    """Reject values of the wrong type that would otherwise count as true, or fail halfway through."""
-    for name in _FLAGS:
-        _check_flag(name, given[name])
-    for name in ("preserve_fp32_weights", "grad_reduce_in_fp32"):
-        if given[name] is not None:
-            _check_flag(name, given[name])
-    for name in ("optimizer_block_size", "bucket_bytes", "unit_bytes"):
-        value = given[name]
-        if isinstance(value, bool) or not isinstance(value, int | None):
-            raise TypeError(f"{name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}")
-    if given["whole_params"] is not None and not callable(given["whole_params"]):
-        raise TypeError(
-            f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(given['whole_params'])}"
-        )
-    if given["buffer_allocator"] is not None and not callable(given["buffer_allocator"]):
-        raise TypeError(
-            "buffer_allocator takes a function (numel, dtype, device) -> tensor, got "
-            f"{reprlib.repr(given['buffer_allocator'])}. Memory that is freed after each use, as by Megatron-FSDP's "
-            "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers are used in "
-            "turn, as by its rotary and fixed pools."
-        )
-    ignored = given["ignored_params"]
-    if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
-        raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
-    units = given["fsdp_unit_modules"]
-    if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
-        raise TypeError(
-            "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
-            f"got a {type(units).__name__}"
-        )
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
-
-
-def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:
-    """Return the function that says what happens to a unit's buckets between forward and backward."""
-    values = _by_module("reshard_after_forward", given, module)
-    for key, value in values.items():
-        if value is None or isinstance(value, bool):
-            continue
-        if not isinstance(value, int):
-            raise TypeError(
-                f"reshard_after_forward takes True, False, a number of ranks or None, got {reprlib.repr(value)}"
-            )
-        if value < 1:
-            raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
-        values[key] = topology.portions_of(value, "reshard_after_forward")
-    return _of_unit(values)
-
-
-def _offloading(given: Any, module: nn.Module) -> Callable[[Unit], Offload | None]:
-    """Return the function that says how a unit's buckets are kept in host memory."""
-    values = _by_module("offload_policy", given, module)
-    return _of_unit({key: offload_of(value, "offload_policy") for key, value in values.items()})
-
-
-def _by_module(name: str, given: Any, module: nn.Module) -> dict[type[nn.Module] | nn.Module, Any]:
-    """Return the values of an argument that may be a mapping from modules or their classes, with its keys checked."""
-    values = dict(given) if isinstance(given, Mapping) else {nn.Module: given}
-    inside = set(module.modules())
-    for key in values:
-        if not (isinstance(key, nn.Module) or (isinstance(key, type) and issubclass(key, nn.Module))):
-            raise TypeError(f"{name} has the key {reprlib.repr(key)}, which is no module or class of modules")
-        if isinstance(key, nn.Module) and key not in inside:
-            raise ValueError(f"{name} has a {type(key).__name__} as a key that is not part of the model")
-    return values
-
-
-def _of_unit(values: Mapping[type[nn.Module] | nn.Module, Any]) -> Callable[[Unit], Any]:
-    """Return the function that finds a unit's value: of its module, its class, or a base of that."""
-
-    def of_unit(unit: Unit) -> Any:
-        found = [values[key] for key in (*unit.modules, *map(type, unit.modules)) if key in values]
-        found += [value for key, value in values.items() if isinstance(key, type) and isinstance(unit.modules[0], key)]
-        return found[0] if found else None
-
-    return of_unit
-
-
-def _refuse_without_experts(given: Mapping[str, Any]) -> None:
-    for name in ("hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "is_expert"):
-        if given[name] is not None:
-            raise ValueError(f"{name} needs expt_device_mesh, the mesh of the ranks that share experts.")
-
-
-def _refuse_other_data_parallelism(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
-        if isinstance(inner, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, compat.ReplicatedModule)):
-            where = f"Module {name!r}" if name else "The model"
-            raise ValueError(
-                f"{where} is a {type(inner).__name__}: torch's data parallelism is already applied to it, and "
-                "gradients would be reduced twice. Use one of the two: pass fully_shard_model the module as it was "
-                "before torch's fully_shard, FullyShardedDataParallel or DistributedDataParallel."
-            )
-
-
-def _precision(
-    policy: MixedPrecisionPolicy, preserve_fp32_weights: bool | None, grad_reduce_in_fp32: bool | None
-) -> MixedPrecisionPolicy:
-    default = MixedPrecisionPolicy()
-    main_params, main_grads = policy.main_params_dtype, policy.main_grads_dtype
-    if preserve_fp32_weights is not None:
-        wanted = torch.float32 if preserve_fp32_weights else None
-        if main_params not in (default.main_params_dtype, wanted):
-            raise ValueError(
-                f"preserve_fp32_weights={preserve_fp32_weights} means main_params_dtype={wanted}, but "
-                f"mixed_precision_policy says {main_params}. Pass only one of them."
-            )
-        main_params = wanted
-    if grad_reduce_in_fp32 is not None:
-        wanted = torch.float32 if grad_reduce_in_fp32 else None
-        if main_grads not in (default.main_grads_dtype, wanted):
-            raise ValueError(
-                f"grad_reduce_in_fp32={grad_reduce_in_fp32} means main_grads_dtype={wanted}, but "
-                f"mixed_precision_policy says {main_grads}. Pass only one of them."
-            )
-        main_grads = wanted
-    return replace(policy, main_params_dtype=main_params, main_grads_dtype=main_grads)
-
-
-def _initializer(init_fn: InitFn | Initializer | None) -> Initializer:
-    if init_fn is None:
-        return ByMethod()
-    return init_fn if isinstance(init_fn, Initializer) else ByFunction(init_fn)
-
-
-def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:
-    """Return the device type that was asked for, or the one that all parameters with values are on. None: neither."""
-    if device is not None:
-        return _known_device(device).type
-    types = {param.device.type for param in module.parameters() if not param.is_meta}
-    return types.pop() if len(types) == 1 else None
-
-
-def _known_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is not a device of this build of torch: {error}") from error
-
-
-def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:
-    chosen = _known_device(device if device is not None else mesh.device_type)
-    if chosen.type != mesh.device_type:
-        raise ValueError(
-            f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}. Both must be the same type "
-            "of device."
-        )
-    if chosen.type == "cpu" and device is None and "cuda" in compat.device_types():
-        warn(
-            "The model is on the CPU and trains there, although the process group also has a backend for CUDA and there "
-            "are GPUs. To train on them, call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
-            "init_process_group and model.cuda() before sharding, or pass this rank's GPU as device. device='cpu' ends "
-            "this warning.",
-        )
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-        local_rank = os.environ.get("LOCAL_RANK", "0")
-        if chosen.index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
-            raise ValueError(
-                f"The current GPU of rank {dist.get_rank()} is cuda:0, the default, and LOCAL_RANK is {local_rank}: all "
-                "ranks of this machine would share one GPU. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
-                "before init_process_group, or pass device='cuda:0' if this rank shall have it."
-            )
-    return chosen

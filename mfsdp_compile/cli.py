@@ -41,8 +41,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser, also of commands, whose errors about unknown choices name the nearest one."""
 
     def error(self, message: str) -> NoReturn:
-        if (told := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)) is not None:
-            message += did_you_mean(told[1], re.findall(r"[\w.-]+", told[2]))
+        if (found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)) is not None:
+            message += did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         super().error(message)
 
 
@@ -128,31 +128,20 @@ def _demo(parser: argparse.ArgumentParser) -> Run:
     from mfsdp_compile.demo import train
 
     gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
-    parser.add_argument("--steps", type=_positive, default=60, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--eager", action="store_true", help="eager hooks instead of torch.compile")
-    parser.add_argument(
-        "--model", choices=["llama", "hf-llama"], default="llama", help="ours or Hugging Face's (default: %(default)s)"
-    )
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences per rank and step (default: %(default)s)")
-    parser.add_argument("--length", type=_positive, default=128, help="bytes per sequence (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW (default: %(default)s)")
-    parser.add_argument(
-        "--parity-steps", type=int, default=12, help="steps that one process repeats; 0: none (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", default="demo-out", help="folder for curve, schedule and checkpoints (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--save-every", type=_positive, default=20, help="steps between checkpoints (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more"
-    )
-    parser.add_argument(
-        "--recalibrate", action="store_true", help="measure this machine again, for predictions (default: once)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
+    add = parser.add_argument
+    add("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
+    add("--steps", type=_positive, default=60, help="optimizer steps (default: %(default)s)")
+    add("--eager", action="store_true", help="eager hooks instead of torch.compile")
+    add("--model", choices=["llama", "hf-llama"], default="llama", help="ours or Hugging Face's (default: %(default)s)")
+    add("--batch", type=_positive, default=8, help="sequences per rank and step (default: %(default)s)")
+    add("--length", type=_positive, default=128, help="bytes per sequence (default: %(default)s)")
+    add("--lr", type=float, default=2e-3, help="of AdamW (default: %(default)s)")
+    add("--parity-steps", type=int, default=12, help="steps that one process repeats; 0: none (default: %(default)s)")
+    add("--out", default="demo-out", help="folder for curve, schedule and checkpoints (default: %(default)s)")
+    add("--save-every", type=_positive, default=20, help="steps between checkpoints (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more")
+    add("--recalibrate", action="store_true", help="measure this machine again, for predictions (default: once)")
+    add("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
     names = [field.name for field in fields(train.DemoConfig)]
     return lambda given: train.run(train.DemoConfig(**{name: getattr(given, name) for name in names}))
 
@@ -165,15 +154,17 @@ def _calibrate(parser: argparse.ArgumentParser) -> Run:
     from mfsdp_compile.planning import calibrated, calibration
 
     gpus = torch.cuda.device_count()
-    parser.add_argument("--out", default="hardware.json", metavar="FILE", help="what to write (default: %(default)s)")
-    parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
-    parser.add_argument("--name", help="of the machine (default: that of FILE)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", default="hardware.json", metavar="FILE", help="what to write (default: %(default)s)")
+    add("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
+    add("--name", help="of the machine (default: that of FILE)")
+    add(
         "--model",
-        help="measure products and attention in the shapes of this model, which mfsdp plan takes too (default: usual shapes)",
+        help="measure products and attention in the shapes of this model, which mfsdp plan takes too (default: usual "
+        "shapes)",
     )
-    parser.add_argument("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
-    parser.add_argument("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")
+    add("--batch", type=_positive, help="sequences per rank with --model (default: 1; demo: 8)")
+    add("--seq", type=_positive, help="tokens per sequence with --model (default: the model's own)")
 
     def run(given: argparse.Namespace) -> int:
         try:

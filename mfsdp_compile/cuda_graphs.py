@@ -47,8 +47,8 @@ def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2
         )
     if any(bucket.plan.inspected for bucket in sharded.buckets):
         raise ValueError(
-            "report_nan_in_param_grad reads values on the host after each backward, which a CUDA graph cannot do. Leave "
-            "it out where steps are captured."
+            "report_nan_in_param_grad reads values on the host after each backward, which a CUDA graph cannot do. "
+            "Leave it out where steps are captured."
         )
     if warm_up < 1:
         raise ValueError(f"capture_step takes warm_up of at least 1, got {warm_up}: a first call compiles and checks.")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.plan.meshes import build_topology, sub_mesh
 
-__all__ = ["FSDPDistributedIndex"]
+__all__ = ["FSDPDistributedIndex", "hybrid_arguments"]
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +60,7 @@ class FSDPDistributedIndex:
             return index
         if not isinstance(getattr(index, "device_mesh", None), DeviceMesh) or not hasattr(index, "get_fsdp_group"):
             return None
-        given: dict[str, Any] = {of.name: getattr(index, of.name, None) for of in fields(cls)}
+        given: dict[str, Any] = {each.name: getattr(index, each.name, None) for each in fields(cls)}
         if given["expt_device_mesh"] is given["device_mesh"]:  # how theirs says that there is none
             given["expt_device_mesh"] = given["hybrid_fsdp_expt_group"] = None
         given["hsdp_outer_dp_shard"] = bool(given["hsdp_outer_dp_shard"])
@@ -70,8 +70,8 @@ class FSDPDistributedIndex:
         return self  # copies of a model communicate over the same groups
 
     def __repr__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if value is not None and not name.endswith("_group")}
-        return f"FSDPDistributedIndex({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+        shown = {name: value for name, value in vars(self).items() if value is not None and not name.endswith("_group")}
+        return f"FSDPDistributedIndex({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def use_hybrid_fsdp(self) -> bool:
@@ -94,9 +94,9 @@ class FSDPDistributedIndex:
             return sub_mesh(mesh, names if len(names) > 1 else names[0])
         except (KeyError, RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"get_submesh: the device mesh has no dimensions {names}, it has {mesh.mesh_dim_names}. Pass the names that "
-                f"the model was sharded with: dp_shard_dim={self.dp_shard_dim!r}, dp_outer_dim={self.dp_outer_dim!r}, "
-                f"tp_dim={self.tp_dim!r}. ({error})"
+                f"get_submesh: the device mesh has no dimensions {names}, it has {mesh.mesh_dim_names}. Pass the names "
+                f"that the model was sharded with: dp_shard_dim={self.dp_shard_dim!r}, "
+                f"dp_outer_dim={self.dp_outer_dim!r}, tp_dim={self.tp_dim!r}. ({error})"
             ) from error
 
     def get_fsdp_group(
@@ -137,7 +137,13 @@ class FSDPDistributedIndex:
         inner, outer = self.get_fsdp_group(is_expert_parallel), self.get_outer_fsdp_group(is_expert_parallel)
         if not self.hsdp_outer_dp_shard or outer is None or inner is None:
             raise ValueError(
-                "get_logical_hybrid_fsdp_rank: outer ranks hold the same shards here. It numbers those of hsdp_outer_dp_shard=True "
-                "(outer_dp_sharding_strategy='optim')."
+                "get_logical_hybrid_fsdp_rank: outer ranks hold the same shards here. It numbers those of "
+                "hsdp_outer_dp_shard=True (outer_dp_sharding_strategy='optim')."
             )
         return inner.rank() * outer.size() + outer.rank()
+
+
+def hybrid_arguments(mesh: DeviceMesh, shard: str, outer: str) -> dict[str, Any]:
+    """Return arguments of ``fully_shard_model``: shards over one mesh dimension, replicas over another. Collective."""
+    group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
+    return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}

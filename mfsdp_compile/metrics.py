@@ -169,11 +169,9 @@ class StepRecord:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization: :attr:`flops_per_second` as a fraction of the peak."""
-        return (
-            self.flops_per_second / self.peak_flops
-            if self.flops_per_second is not None and self.peak_flops is not None
-            else None
-        )
+        if self.flops_per_second is None or self.peak_flops is None:
+            return None
+        return self.flops_per_second / self.peak_flops
 
     def scalars(self) -> dict[str, float]:
         """Return what is known, by torchtitan's names. ``throughput(tps)`` and ``tflops`` are those of a rank."""
@@ -380,8 +378,8 @@ class StepMetrics:
         begun = time.perf_counter()
         stats = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
         active, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved"))
-        mine = [self._tokens, self._losses, self._data_seconds, active, reserved]
-        numbers = torch.tensor(mine, dtype=torch.float64).to(self.device, non_blocking=True)
+        own = [self._tokens, self._losses, self._data_seconds, active, reserved]
+        numbers = torch.tensor(own, dtype=torch.float64).to(self.device, non_blocking=True)
         total = self._loss
         loss = torch.as_tensor(total, dtype=torch.float64).to(self.device, non_blocking=True)
         rows = self._of_ranks(torch.cat([numbers, loss.reshape(1)]))

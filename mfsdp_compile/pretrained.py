@@ -70,19 +70,21 @@ def save_pretrained(
     """Write a folder that transformers' ``from_pretrained`` reads. Collective.
 
     The first rank writes tensors one at a time, as they are gathered: no rank ever holds the whole model, except for
-    models whose stored tensors transformers makes of several of the model's. These are whole in the first rank's CPU memory.
+    models whose stored tensors transformers makes of several of the model's. These are whole in the first rank's CPU
+    memory.
 
     The folder is complete or absent. One that exists is replaced when the new one is complete; its files that are not
     weights stay.
 
     Args:
-        model: A sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`, compiled or not; or a module inside
-            one. Of a ``PreTrainedModel``, config, generation config and custom code are written too. Of other modules
-            only weights are: parameters and buffers that are in ``state_dict()``. Tied parameters are written once.
+        model: A sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`, compiled or not; or a module
+            inside one. Of a ``PreTrainedModel``, config, generation config and custom code are written too. Of other
+            modules only weights are: parameters and buffers that are in ``state_dict()``. Tied parameters are written
+            once.
         folder: The folder. The first rank creates it, with its parents.
         processing_class, tokenizer: Objects whose files are written too, with their ``save_pretrained(folder)``.
-        dtype: Dtype to write floating-point tensors in. None: the dtypes that parameters had before they were sharded, and
-            those of buffers.
+        dtype: Dtype to write floating-point tensors in. None: the dtypes that parameters had before they were sharded,
+            and those of buffers.
         max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
 
     Returns:
@@ -139,8 +141,8 @@ def _check_is_plain(module: Any) -> None:
     """Raise NotImplementedError unless a ``PreTrainedModel``'s own tensors are what its folder holds."""
     if getattr(module, "_hf_peft_config_loaded", False):
         raise NotImplementedError(
-            "save_pretrained: the model has adapters, which transformers saves in another form. Call state = full_state_dict(model) "
-            "on all ranks, and model.save_pretrained(folder, state_dict=state) on the first one."
+            "save_pretrained: the model has adapters, which transformers saves in another form. Call state = "
+            "full_state_dict(model) on all ranks, and model.save_pretrained(folder, state_dict=state) on the first one."
         )
     if getattr(module, "hf_quantizer", None) is not None:
         raise NotImplementedError("save_pretrained: the model is quantized by transformers, which is not supported.")
@@ -222,13 +224,13 @@ def load_pretrained(
     anything changes; an error on any rank is an error on all. Gradients are dropped; optimizers keep their state.
 
     Args:
-        model: A sharded model of any strategy, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`, compiled or not; or a
-            module inside one. Its parameters may have no values yet. Tensors are matched as transformers does for a
-            ``PreTrainedModel``, and by name for other modules. Buffers that no folder holds keep their values; if the model
-            comes from the meta device and awaits its values, a ``PreTrainedModel`` initializes them.
+        model: A sharded model of any strategy, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`, compiled or not;
+            or a module inside one. Its parameters may have no values yet. Tensors are matched as transformers does for
+            a ``PreTrainedModel``, and by name for other modules. Buffers that no folder holds keep their values; if the
+            model comes from the meta device and awaits its values, a ``PreTrainedModel`` initializes them.
         folder: Folder with ``model.safetensors``, or with an index and several files; or one file.
-        allow_missing: Patterns (``lm_head.*``) of names that may be missing from the folder, in addition to those that the
-            model's class declares.
+        allow_missing: Patterns (``lm_head.*``) of names that may be missing from the folder, in addition to those that
+            the model's class declares.
         allow_unexpected: Patterns of tensors that may be in the folder but not in the model.
 
     Returns:
@@ -240,7 +242,7 @@ def load_pretrained(
     """
     weights = ShardedWeights.of(model, "load_pretrained")
     source = Pretrained(folder, allow_missing=allow_missing, allow_unexpected=allow_unexpected)
-    wanted: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     unexpected: list[str] = []
 
     def compare() -> list[str]:
@@ -249,17 +251,17 @@ def load_pretrained(
         sharded = {id(param) for param, _ in weights.homes()}
         if empty := [name for name, tensor in found.items() if tensor.is_meta and id(tensor) not in sharded]:
             raise CheckpointError(
-                f"load_pretrained: {empty[0]} is on the meta device and not sharded, so it has no memory to read into. Shard the "
-                "model as a whole, or call to_empty() on the modules around its units."
+                f"load_pretrained: {empty[0]} is on the meta device and not sharded, so it has no memory to read into. "
+                "Shard the model as a whole, or call to_empty() on the modules around its units."
             )
-        wanted.update(found)
+        targets.update(found)
         unexpected.extend(left_out)
         return [f"{name} {tuple(tensor.shape)}, {source.has(name)}" for name, tensor in found.items()]
 
     agree(weights.everyone, "Loading weights", compare, PATIENCE)
     with errors_for_all(weights.everyone, "Loading weights: values", PATIENCE):
         try:
-            _install(weights, source, wanted)
+            _install(weights, source, targets)
         except Exception as error:
             raise CheckpointError(
                 f"Loading {folder} failed halfway: load another folder or checkpoint. {type(error).__name__}: {error}"
@@ -268,21 +270,21 @@ def load_pretrained(
         owner.zero_gradients()  # they belong to other weights
         owner.grad_sync.microbatches = 0
         owner.refresh()
-    read = {id(tensor) for name, tensor in wanted.items() if source.has(name)}
+    read = {id(tensor) for name, tensor in targets.items() if source.has(name)}
     return LoadedPretrained(
-        tuple(name for name, tensor in wanted.items() if id(tensor) not in read), tuple(sorted(unexpected))
+        tuple(name for name, tensor in targets.items() if id(tensor) not in read), tuple(sorted(unexpected))
     )
 
 
 @torch.no_grad()
-def _install(weights: ShardedWeights, source: Pretrained, wanted: Mapping[str, Tensor]) -> None:
+def _install(weights: ShardedWeights, source: Pretrained, targets: Mapping[str, Tensor]) -> None:
     """Read values in place."""
     if is_of_transformers(weights.module) and any(owner.awaits_values for owner in weights.owners):
         for inner in weights.module.modules():
             if inner._non_persistent_buffers_set:
                 source(inner)
-    name_of = {id(tensor): name for name, tensor in wanted.items() if source.has(name)}  # one of the names of tied ones
-    tensors = {id(tensor): tensor for tensor in wanted.values()}
+    name_of = {id(tensor): name for name, tensor in targets.items() if source.has(name)}  # one name of tied ones
+    tensors = {id(tensor): tensor for tensor in targets.values()}
     homes = {id(param): home for param, home in weights.homes()}
     for key, name in name_of.items():
         if key in homes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-import traceback
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -48,45 +46,33 @@ def run_ranks(
     Raises:
         RuntimeError: If a rank raised (the message contains its traceback) or died. The others are stopped.
     """
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = mp.get_context("spawn").SimpleQueue()
     store = open_store()
-    processes = [
-        context.Process(
-            target=_process, args=(work, rank, ranks, store.port, backend, threads, arguments, queue), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    given = (work, ranks, store.port, backend, threads, arguments, queue)
+    running = mp.start_processes(_process, given, ranks, join=False, daemon=True, start_method="spawn")
+    assert running is not None  # with join=False
     result: Any = None
-    finished = 0
     try:
-        while finished < ranks:
-            if queue.empty():
-                dead = [p for p in processes if p.exitcode not in (None, 0)]
-                if dead and queue.empty():
-                    raise RuntimeError(f"a rank died with exit code {dead[0].exitcode}")
-                time.sleep(0.02)
-                continue
-            kind, value = queue.get()
-            if kind == "said":
-                yield value
-            elif kind == "failed":
-                raise RuntimeError(f"a rank failed:\n{value}")
-            else:
-                finished += 1
-                result = value if value is not None else result
+        is_over = False
+        while not is_over:
+            is_over = running.join(timeout=0.02)
+            while not queue.empty():
+                is_said, value = queue.get()
+                if is_said:
+                    yield value
+                else:
+                    result = value
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RuntimeError(f"a rank failed:\n{error}") from None
     finally:
-        for process in processes:
-            process.join(0.5 if process.exitcode is None else None)
+        for process in running.processes:
             process.kill()
     return result
 
 
 def _process(
-    work: Callable[..., Any],
     rank: int,
+    work: Callable[..., Any],
     ranks: int,
     port: int,
     backend: str,
@@ -95,14 +81,11 @@ def _process(
     queue: Any,
 ) -> None:
     torch.set_num_threads(threads)
-    try:
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        join(backend, rank, ranks, port)
-        result = work(rank, lambda value: queue.put(("said", value)), *arguments)
-        queue.put(("done", result if rank == 0 else None))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:
-        queue.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
-        raise SystemExit(1) from None
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    join(backend, rank, ranks, port)
+    result = work(rank, lambda value: queue.put((True, value)), *arguments)
+    if rank == 0:
+        queue.put((False, result))
+    dist.barrier()
+    dist.destroy_process_group()

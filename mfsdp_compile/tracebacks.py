@@ -1,7 +1,7 @@
 """Errors that end a program, without the frames of torch's compiler and of this package.
 
-torch prints forty to ninety lines around an error that a backend raises, and asks to report a bug to PyTorch. If an error
-passes through this package and nobody catches it, only the program's own lines are printed, and the message.
+torch prints forty to ninety lines around an error that a backend raises, and asks to report a bug to PyTorch. If an
+error passes through this package and nobody catches it, only the program's own lines are printed, and the message.
 ``MFSDP_TRACEBACK=full`` shows everything, as does ``TORCHDYNAMO_VERBOSE=1``.
 """
 
@@ -42,9 +42,9 @@ def shortened(error: BaseException) -> BaseException:
     if os.environ.get("MFSDP_TRACEBACK") == "full" or compat.wants_full_tracebacks():
         return error
     frames = list(_frames(error.__traceback__))
-    if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.not_traceable())):
+    if not (any(_is_in(frame, PACKAGE_FOLDERS) for frame in frames) or isinstance(error, compat.TorchDynamoException)):
         return error
-    told = compat.inner_exception(error) if isinstance(error, compat.backend_failed()) else error
+    shown = error.inner_exception if isinstance(error, compat.BackendCompilerFailed) else error
     kept = [
         frame
         for frame in frames
@@ -53,13 +53,13 @@ def shortened(error: BaseException) -> BaseException:
     traceback = None
     for frame in reversed(kept):
         traceback = TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    if told is not error:
-        told.__suppress_context__ = True
-        if _is_in(frames[-1], PACKAGE_FOLDERS) and len(told.args) == 1:  # torch.fx adds which node it was executing
-            told.args = (str(told).partition("\n\nWhile executing %")[0],)
-    if told.__cause__ is not None:
-        told.__cause__ = shortened(told.__cause__)
-    return told.with_traceback(traceback)
+    if shown is not error:
+        shown.__suppress_context__ = True
+        if _is_in(frames[-1], PACKAGE_FOLDERS) and len(shown.args) == 1:  # torch.fx adds which node it was executing
+            shown.args = (str(shown).partition("\n\nWhile executing %")[0],)
+    if shown.__cause__ is not None:
+        shown.__cause__ = shortened(shown.__cause__)
+    return shown.with_traceback(traceback)
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

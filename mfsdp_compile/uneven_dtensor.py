@@ -2,8 +2,8 @@
 
 Parameters, gradients and optimizer states of this package know their rows: ``torch.distributed.checkpoint`` saves and
 loads them as they are, ``full_tensor()`` is right for them, and these functions ask them without communicating. For
-other DTensors, such as those that a program builds with ``DTensor.from_local``, ranks exchange the sizes of their parts.
-Functions that say so are collective over the DTensor's mesh.
+other DTensors, such as those that a program builds with ``DTensor.from_local``, ranks exchange the sizes of their
+parts. Functions that say so are collective over the DTensor's mesh.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
         chunks = dtensor.__create_chunk_list__()
         if len(chunks) > 1:
             raise ValueError(
-                f"{dtensor.row_split.name!r} is a stack of matrices that is cut inside of matrices, so that this rank holds "
-                f"{len(chunks)} chunks of it. torch.distributed.checkpoint gets all of them from the tensor."
+                f"{dtensor.row_split.name!r} is a stack of matrices that is cut inside of matrices, so that this rank "
+                f"holds {len(chunks)} chunks of it. torch.distributed.checkpoint gets all of them from the tensor."
             )
         if chunks:
             return chunks[0]  # type: ignore[no-any-return]
@@ -83,8 +83,8 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     chunk = gather_and_compute_chunk_metadata(dtensor)
     ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     about = (
-        f"chunk of offsets {tuple(chunk.offsets)} and sizes {tuple(chunk.sizes)}, DTensor of shape {tuple(dtensor.shape)} over "
-        f"{dtensor.device_mesh}"
+        f"chunk of offsets {tuple(chunk.offsets)} and sizes {tuple(chunk.sizes)}, DTensor of shape "
+        f"{tuple(dtensor.shape)} over {dtensor.device_mesh}"
     )
     if any(end > size for end, size in zip(ends, dtensor.shape, strict=True)):
         raise AssertionError(f"A rank's part of the DTensor lies outside of it: {about}.")
@@ -129,7 +129,7 @@ def get_unflattened_state_dict(state_dict: Mapping[str, Any], key_chain: Sequenc
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Call :func:`update_uneven_dtensor_chunk_metadata` for all DTensors in nested dictionaries. Returns ``state_dict``."""
+    """Call :func:`update_uneven_dtensor_chunk_metadata` for all DTensors in nested dictionaries. Return them."""
     for path in sorted(filter_unflattened_state_dict(state_dict, (), lambda value: isinstance(value, DTensor))):
         update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state_dict, path))
     return state_dict
@@ -222,8 +222,8 @@ def _check(dtensor: object) -> None:
 
 def _refuse_stack(dtensor: DTensor) -> NoReturn:
     raise ValueError(
-        f"The DTensor of shape {tuple(dtensor.shape)} is a stack of matrices that is cut inside of matrices. Split the whole "
-        "tensor: uneven_dtensor_to_full_tensor(dtensor)."
+        f"The DTensor of shape {tuple(dtensor.shape)} is a stack of matrices that is cut inside of matrices. Split the "
+        "whole tensor: uneven_dtensor_to_full_tensor(dtensor)."
     )
 
 
@@ -245,8 +245,8 @@ def _sharded_dims(dtensor: DTensor) -> list[tuple[int, int]]:
             found.append((mesh_dim, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ValueError(
-                f"The DTensor is {placement} over mesh dimension {mesh_dim}. Redistribute it first: Shard and Replicate are "
-                "supported."
+                f"The DTensor is {placement} over mesh dimension {mesh_dim}. Redistribute it first: Shard and "
+                "Replicate are supported."
             )
     return [*reversed(strided), *reversed(found)]
 
@@ -258,9 +258,9 @@ def _gather_parts(
     boxes: list[Any] = [None] * group.size()
     dist.all_gather_object(boxes, [(offsets, tuple(part.shape)) for offsets, part in parts], group=group)
     counts = [sum(torch.Size(shape).numel() for _, shape in box) for box in boxes]
-    mine = torch.cat([part.flatten() for _, part in parts])
-    padded = mine.new_zeros(max(counts))
-    padded[: mine.numel()] = mine
+    own = torch.cat([part.flatten() for _, part in parts])
+    padded = own.new_zeros(max(counts))
+    padded[: own.numel()] = own
     flat = [torch.empty_like(padded) for _ in boxes]
     dist.all_gather(flat, padded, group=group)
     found = []

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.modules import register_forward
-from mfsdp_compile.runtime.geometry.topology import Accumulation
-from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, recovery
-from mfsdp_compile.runtime.owner import name_of
+from mfsdp_compile.runtime.model import recovery
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 
-from .backend.options import parse_bytes
 from .backend.verify_step import StepComparison, compare_step
 from .distributed_index import FSDPDistributedIndex
+from .gradient_methods import GradientMethods
+from .parameter_methods import ParameterMethods
 
 if TYPE_CHECKING:
     from .megatron.settings import DistributedDataParallelConfig
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MegatronFSDP", "unwrapped"]
 
 
-class MegatronFSDP(nn.Module):
+class MegatronFSDP(GradientMethods, ParameterMethods):
     """A model whose parameters are sharded. :func:`~mfsdp_compile.fully_shard_model` creates it, or its constructor.
 
     It trains eagerly, with hooks that gather and reduce, or through ``torch.compile(model, backend="mfsdp")``, with the
@@ -47,14 +44,14 @@ class MegatronFSDP(nn.Module):
     Args:
         module: The unsharded model. Parameter names are its own, prefixed with ``module.``.
         dist_index: The ranks to shard over: an :class:`~mfsdp_compile.FSDPDistributedIndex`, or Megatron-FSDP's own.
-        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is checked
-            and adjusted. None: the defaults of the latter, which shard everything.
+        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is
+            checked and adjusted. None: the defaults of the latter, which shard everything.
         mixed_precision_policy: Dtypes, unless ``ddp_config`` has them.
         fsdp_unit_modules: See :func:`~mfsdp_compile.fully_shard_model`.
         disable_bucketing: Has no effect: parameters outside of units are one bucket.
         device: Device that holds the shards.
-        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, what can be deferred to the end of
-            the step is.
+        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, what can be deferred to
+            the end of the step is.
         enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: Either is
             ``enable_fine_grained_param_gather`` of :func:`~mfsdp_compile.fully_shard_model`, in forward and backward.
         fine_grained_recurse_module_types: Not implemented.
@@ -91,31 +88,12 @@ class MegatronFSDP(nn.Module):
         fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None = None,
         report_nan_in_param_grad: bool = False,
     ) -> None:
-        from .megatron.direct import shard_by_index  # which imports this module
+        given = dict(locals())
+        del given["self"]
+        from .megatron.direct import shard_by_index  # Megatron's package imports this module
 
-        if fine_grained_recurse_module_types is not None:
-            raise NotImplementedError(
-                "fine_grained_recurse_module_types is not implemented: modules inside of units are gathered one by one, and none "
-                "together with its children. Leave it at None, or make units of these modules."
-            )
-        flags = {
-            "calculate_per_token_loss": calculate_per_token_loss,
-            "init_model_with_meta_device": init_model_with_meta_device,
-            "sync_model_each_microbatch": sync_model_each_microbatch,
-            "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
-            "nccl_ub": nccl_ub,
-            "fsdp_double_buffer": fsdp_double_buffer,
-            "fsdp_db_use_persist_buf_on_alloc_fail": fsdp_db_use_persist_buf_on_alloc_fail,
-            "disable_symmetric_registration": disable_symmetric_registration,
-            "enable_fine_grained_param_gather_hook": enable_fine_grained_param_gather_hook,
-            "enable_fine_grained_param_gather_backward_hook": enable_fine_grained_param_gather_backward_hook,
-            "report_nan_in_param_grad": report_nan_in_param_grad,
-        }
         with telling_others():
-            sharded, ddp_config = shard_by_index(
-                module, dist_index, ddp_config, mixed_precision_policy, fsdp_unit_modules, device, flags
-            )
-        self._hold(sharded.module, sharded.sharded, sharded.dist_index, ddp_config)
+            self._hold(module, *shard_by_index(**given))
 
     @classmethod
     def of(cls, module: nn.Module, sharded: ShardedModel, dist_index: FSDPDistributedIndex) -> MegatronFSDP:
@@ -155,8 +133,8 @@ class MegatronFSDP(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Read by DistributedDataParallel when it is built, before anything else of a module."""
         raise ValueError(
-            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and its "
-            "backward reduces gradients. Use the sharded model itself."
+            "DistributedDataParallel got a model that is already data-parallel: fully_shard_model has sharded it, and "
+            "its backward reduces gradients. Use the sharded model itself."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -171,348 +149,6 @@ class MegatronFSDP(nn.Module):
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
-
-    # -- when gradients are reduced -----------------------------------------------------------------------------------
-    #
-    # With optim_grads and optim_grads_params, every backward reduces gradients over inner ranks. What can be deferred
-    # to the last microbatch is the reduction over outer ranks; with no_shard, optim, or
-    # set_accumulation(whole_gradients=True), all of it.
-
-    @property
-    def is_last_microbatch(self) -> bool | None:
-        """Whether the next backward is the last one before the optimizer step. Set it before ``backward``.
-
-        None (the default) leaves the decision to :attr:`model_auto_sync`.
-        """
-        return self.sharded.grad_sync.settings.last_microbatch
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool | None) -> None:
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"is_last_microbatch takes True, False or None, got {value!r}")
-        self.sharded.grad_sync.settings.last_microbatch = value
-
-    @property
-    def model_auto_sync(self) -> bool:
-        """Whether gradients are reduced completely after every backward."""
-        return self.sharded.grad_sync.settings.automatic
-
-    @property
-    def microbatch_count(self) -> int:
-        """Number of backwards since gradients were last reduced completely."""
-        return self.sharded.grad_sync.microbatches
-
-    def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Set whether gradients are reduced completely after every backward from now on."""
-        self.sharded.grad_sync.settings.automatic = bool(sync_model)
-
-    def sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which every backward reduces gradients completely, including deferred ones."""
-        return self._override(True)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for backwards that are not the last before the optimizer step.
-
-        Reductions that the strategy can defer are deferred.
-        """
-        return self._override(False)
-
-    @contextlib.contextmanager
-    def _override(self, due: bool) -> Iterator[None]:
-        settings = self.sharded.grad_sync.settings
-        before, settings.override = settings.override, due
-        try:
-            yield
-        finally:
-            settings.override = before
-
-    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce deferred gradients, and give every parameter that was used its gradient. Collective.
-
-        Costs nothing if no reduction is deferred.
-
-        Raises:
-            ValueError: If ``force_all_reduce`` is True and the strategy shards anything: a rank has no use for
-                gradients of rows that it does not hold.
-        """
-        if force_all_reduce and self.sharded.topology.over_inner.shards:
-            raise ValueError(
-                "force_all_reduce=True asks for full gradients on every rank, but with "
-                f"zero_dp_strategy={self.sharded.topology.strategy.name.lower()!r} each rank holds only its own rows "
-                "of parameters and gradients. Leave it out, or shard with zero_dp_strategy='no_shard'."
-            )
-        self.sharded.grad_sync.finish()
-
-    def start_grad_sync(self) -> None:
-        """Reduce deferred gradients now; a later :meth:`finish_grad_sync` is a no-op.
-
-        Reductions that are not deferred start during backward. Outside of backward no computation runs that could hide
-        the others, so this method waits for them.
-        """
-        self.sharded.grad_sync.finish()
-
-    def synchronize_gradient_reduce(self) -> None:
-        """Wait for reductions in flight. After a backward has finished there are none."""
-        self.sharded.eager.finish_reductions()
-
-    def attach_grad_to_optimizer_state(self) -> None:
-        """Give every parameter that was used its gradient: reduces those that are deferred. Otherwise they have it already."""
-        self.sharded.grad_sync.finish_if_needed()
-
-    def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
-        """Trade memory for communication over the microbatches of an optimizer step.
-
-        Call without arguments to restore the default. Gradients and parameters stay whole until the backward that
-        reduces, so mark the last microbatch with :attr:`is_last_microbatch`, :meth:`sync` or :meth:`no_sync`. Compiled
-        code is recompiled.
-
-        Args:
-            whole_gradients: Sum unsharded gradients on each rank, and reduce them once per step. For strategies that
-                shard gradients; the others always do so. Memory: all gradients, in ``main_grads_dtype``.
-            keep_gathered: Gather parameters once per step, and release them when the step's gradients are reduced. For
-                ``optim_grads_params``; the other strategies always keep parameters gathered. Memory: all parameters, in
-                the dtype that the model computes in.
-
-        Raises:
-            RuntimeError: If a step is in progress.
-            ValueError: If ``keep_gathered`` is combined with HFSDP.
-        """
-        self.sharded.set_accumulation(Accumulation(whole_gradients, keep_gathered))
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by ``factor``.
-
-        For example, with ``calculate_per_token_loss``, by one over the number of tokens on all ranks.
-        """
-        for bucket in self.sharded.buckets:
-            if bucket.pending is not None and bucket.pending.total is not None:
-                bucket.pending.total.mul_(factor)
-            gradients = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
-        for param in self.sharded.ignored.values():
-            if param.grad is not None:
-                param.grad.mul_(factor)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as ``nn.Module.zero_grad`` does, including those in ``decoupled_grad``."""
-        super().zero_grad(set_to_none and not self.sharded.keeps_gradients)
-        self.sharded.zero_gradients(set_to_none)
-
-    def zero_grad_buffer(self) -> None:
-        """Drop all gradients, including deferred ones: every ``.grad`` becomes None, and the memory is freed."""
-        self.sharded.zero_gradients()
-
-    def gradient_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """Return the norm of every parameter's full gradient, by name. One all-reduce.
-
-        Norms are 0-d tensors, equal on every rank.
-        """
-        names, gradients = [], []
-        for bucket in self.sharded.buckets:
-            for sites, gradient in zip(bucket.sites, bucket.gradients, strict=True):
-                if gradient is not None:
-                    names.append(sites[0].name)
-                    gradients.append(gradient)
-        return dict(zip(names, torch._foreach_norm(gradients, norm_type), strict=True)) if gradients else {}
-
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the full tensor of every parameter, bucket by bucket.
-
-        For exporting weights, for example to an inference engine. Names are those in :attr:`module`; tensors have the
-        dtype of the shards. Tied parameters appear once, under their first name. ``ignored_params`` come last: a copy of
-        what this rank has.
-
-        Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
-        Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as the
-        variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
-
-        Other ranks learn within seconds of an error inside of a gather, whichever rank has it; then ``model.reset()``.
-        """
-        self.sharded.check_parameters_are_everyones("full_parameters")
-        for param, whole in self.sharded.wholes():
-            yield name_of(param), whole
-            del whole  # frees its bucket before the next one is gathered
-
-    def gathered(self, budget: int | str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which parameters stay gathered between forwards.
-
-        For ``generate()`` and evaluation. Collective: all ranks enter and leave. Parameters have the dtype that the
-        model computes in. If all of them fit, forwards start no collective, and ranks may run different forwards, such
-        as sequences of different lengths. If not, units later in the model are gathered at each use, and all ranks must
-        run the same number of forwards. A model compiled with ``backend="mfsdp"`` compiles separate code for the
-        inside. A backward inside releases what is gathered when it reduces.
-
-        Args:
-            budget: Bytes of parameters that may stay gathered, as a number or as text such as ``"4GiB"``. None: all of
-                them. Strategies other than ``optim_grads_params`` always keep parameters gathered.
-
-        Raises:
-            RuntimeError: If a step is in progress.
-            ValueError: With HFSDP.
-        """
-        return self.sharded.gathered(None if budget is None else parse_bytes(budget, "gathered(budget)"))
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate`` of the wrapped transformers model, with ``synced_gpus=True`` if forwards gather.
-
-        Ranks whose sequences have ended then keep running forwards until all ranks are done. Inside :meth:`gathered`,
-        with room for all parameters, each rank generates independently.
-
-        Raises:
-            AttributeError: If the model has no such method.
-        """
-        generate = self.module.generate
-        if "synced_gpus" in inspect.signature(generate).parameters:
-            kwargs.setdefault("synced_gpus", self.sharded.topology.gather_group is not None)
-        return generate(*args, **kwargs)
-
-    def summon_full_params(self, *, writeback: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which :attr:`module` is the original, unsharded module.
-
-        Inside, its parameters are unsharded, in the dtype of the shards, and no forward communicates. Collective: all
-        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one or two buckets.
-
-        Optimizers keep the shards, which do not change before the exit. Over other mesh dimensions (tensor
-        parallelism), parameters are divided as they were in the original model.
-
-        Args:
-            writeback: Keep what was written to parameters. All ranks must write the same values. If False, changes are
-                lost.
-
-        Raises:
-            RuntimeError: If a step is in progress.
-            ValueError: At the exit, if a parameter was replaced by one of another shape. All parameters then keep their
-                previous values.
-        """
-        return self.sharded.whole_parameters(writeback)
-
-    def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
-        """Let a method of the model read unsharded parameters, as ``forward`` does.
-
-        Needed for methods other than ``forward`` that a training or inference loop calls directly and that use a
-        parameter themselves. Methods that only call other modules need nothing. Equivalent to FSDP2's
-        ``register_fsdp_forward_method``.
-
-        Args:
-            name: Name of the method.
-            module: The submodule that has the method. None: the model itself.
-
-        Raises:
-            AttributeError: If the module has no such method.
-            ValueError: If ``module`` holds no sharded parameters.
-        """
-        register_forward(module if module is not None else self.module, name)
-
-    def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start gathering parameters that the strategy keeps gathered, if they have changed.
-
-        With full sharding over one dimension there are none: graphs and forwards gather their own.
-
-        Args:
-            force_sync: Also wait for these gathers.
-            force_dispatch: Has no effect: gathers are always started.
-        """
-        self.sharded.refresh()
-        if force_sync:
-            self.synchronize_param_gather()
-
-    def synchronize_param_gather(self) -> None:
-        """Wait for gathers that have been started and are not in use yet."""
-        self.sharded.await_gathers()
-
-    def all_gather_and_wait_parameters_ready(
-        self,
-        params: Iterable[nn.Parameter],
-        prefetch: bool = True,
-        prefetch_order: Any = None,
-        wait_bucket_ready: bool = True,
-        bwd: bool = False,
-    ) -> None:
-        """Gather the units that hold these parameters, so that they can be read outside of forwards. Collective.
-
-        They stay gathered until their next forward has run. ``module.weight`` is then the whole parameter;
-        ``parameters()`` are still shards. Forwards and backwards gather by themselves.
-
-        Args:
-            params: Parameters of the model, such as ``layer.parameters()``.
-            prefetch, prefetch_order: Have no effect: nothing else is gathered.
-            wait_bucket_ready: Wait until they are gathered. If False, their first use waits.
-            bwd: Must be False: what backward needs, it gathers.
-
-        Raises:
-            ValueError: If a parameter is not the model's, or ``bwd`` is True.
-        """
-        if bwd:
-            raise ValueError(
-                "all_gather_and_wait_parameters_ready(bwd=True): backward gathers what it needs by itself, and releases it. Leave the call out."
-            )
-        wanted = {id(param) for param in params}
-        buckets = {bucket for bucket in self.sharded.buckets if wanted & {id(param) for param in bucket.params}}
-        if unknown := wanted - {id(param) for bucket in buckets for param in bucket.params}:
-            raise ValueError(
-                f"all_gather_and_wait_parameters_ready: {len(unknown)} of the parameters are not sharded parameters of this model. Pass "
-                "those of model.parameters(), or of modules inside of it."
-            )
-        if not self.sharded.eager.is_in_window:
-            self.sharded.leave_backward()
-        wait = self.sharded.eager.gathering.unshard(
-            [unit for unit in self.sharded.eager.units if buckets & {*unit.buckets}]
-        )
-        if wait_bucket_ready:
-            wait()
-
-    def manual_buffer_registration(self) -> bool:
-        """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
-
-        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered when
-        the copy uses the first one.
-
-        Returns:
-            Whether NCCL runs the model's collectives. Otherwise nothing is registered.
-
-        Raises:
-            ValueError: If the model was sharded without ``nccl_ub``.
-        """
-        return self.sharded.manual_buffer_registration()
-
-    def broadcast_params(self) -> None:
-        """Copy parameters from the first rank to the ranks that replicate them. Collective.
-
-        With ``no_shard`` these are all ranks, with HSDP the outer ranks; otherwise each value is on one rank only.
-        Sharding already checks that ranks hold the same values; this method is for values that were changed afterwards.
-        """
-        self.sharded.broadcast()
-
-    @property
-    def param_and_grad_buffer(self) -> ShardedModel:
-        """The object that owns the buckets, for functions that take it as an argument.
-
-        Treat it as opaque, but for ``manual_buffer_registration()``, which is :meth:`manual_buffer_registration`.
-        """
-        return self.sharded
-
-    @property
-    def raw_param(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in :attr:`module`. They are shards: modules get whole ones in their forward only."""
-        return dict(self.module.named_parameters())
-
-    @property
-    def param_to_name(self) -> dict[nn.Parameter, str]:
-        """Names in :attr:`module` by parameter."""
-        return {param: name for name, param in self.module.named_parameters()}
-
-    def install_optimized_model_weights(self) -> None:
-        """Prefetch updated parameters. Optional; the next forward is correct without it.
-
-        For strategies that keep parameters gathered, it starts the gathers now.
-        """
-        self.sharded.refresh(ahead=True)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -604,8 +240,8 @@ class MegatronFSDP(nn.Module):
         """Reduce gradients in ``policy.grad_comm_dtype`` from now on.
 
         Args:
-            policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if the
-                model has one. A policy for the whole model may leave its other fields at their defaults.
+            policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if
+                the model has one. A policy for the whole model may leave its other fields at their defaults.
 
         Raises:
             TypeError: If ``policy`` is not a policy.

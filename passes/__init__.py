@@ -21,5 +21,6 @@ The decisions that steer the passes are made beforehand, by modules that can be 
 :mod:`.solver.costs` estimates kernels and collectives on a machine described by :mod:`.solver.hardware`.
 :mod:`.solver.flow` derives a graph's use of time and memory, and :mod:`.solver.outline` condenses it.
 :mod:`.solver.simulate` simulates a step, :mod:`.solver.solve` finds a schedule within a memory budget, and
-:mod:`.solver.across_ranks` makes all ranks decide the same. :mod:`.decisions` holds the result.
+:mod:`.solver.across_ranks` makes all ranks decide the same. :mod:`.policy` has the numbers that steer them, and
+:mod:`.decisions` the result: neither knows a graph.
 """

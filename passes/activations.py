@@ -5,21 +5,21 @@
     backward    unit i + 2   h = fetch_saved(copy)   unit i + 1   wait_saved(h, copy)   unit i reads h ...
 
 A copy has the time of one unit at least. The memory of a value is free when the second unit after the one that computes
-it begins, and is needed again one unit before the one that reads it, so that the values of two or three units are on the
-device at any time. Peers: torch's ``_activation_offloading``, whose operators have the same form, and torchtitan's
+it begins, and is needed again one unit before the one that reads it, so that the values of two or three units are on
+the device at any time. Peers: torch's ``_activation_offloading``, whose operators have the same form, and torchtitan's
 ``cpu_offload`` pass.
 
-What is worth a copy: a value that a forward graph computes and returns only for the backward, if its memory is then free
-and stays so for a while. These stay on the device: inputs, parameters, gathered buckets, what shares memory with them or
-with an output of the model, small values, values that are not dense (a copy would have other strides), and, if the graph
-holds a whole model, values of the last two units, which the backward reads at once.
+What is worth a copy: a value that a forward graph computes and returns only for the backward, if its memory is then
+free and stays so for a while. These stay on the device: inputs, parameters, gathered buckets, what shares memory with
+them or with an output of the model, small values, values that are not dense (a copy would have other strides), and, if
+the graph holds a whole model, values of the last two units, which the backward reads at once.
 
-:func:`apply` runs after the partition, and inserts the copies at the end of the forward graph and at the beginning of the
-backward graph: there they are in the way of no pattern that the inner compiler looks for. :func:`place` moves them apart
-when gathers have their places. Places are relative to units, and no collective moves.
+:func:`apply` runs after the partition, and inserts the copies at the end of the forward graph and at the beginning of
+the backward graph: there they are in the way of no pattern that the inner compiler looks for. :func:`place` moves them
+apart when gathers have their places. Places are relative to units, and no collective moves.
 
-Needs: the forward and backward graphs of one joint graph, with roles. Leaves: a forward graph that returns copies on the
-host instead of the chosen values, and a backward graph that takes these copies as inputs.
+Needs: the forward and backward graphs of one joint graph, with roles. Leaves: a forward graph that returns copies on
+the host instead of the chosen values, and a backward graph that takes these copies as inputs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from mfsdp_compile.runtime import compat
 from . import roles
 from .context import Context, Report, role_of
 from .phase import Phase
-from .solver.costs import CostModel, is_alias, readers
+from .solver.costs import CostModel
 from .solver.flow import flow_of
+from .solver.kernels import base, readers
 
 __all__ = ["apply", "place"]
 
@@ -132,31 +133,24 @@ def _after(node: fx.Node, turns: list[fx.Node], count: int) -> fx.Node | None:
     return later[0] if later else None
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a value is in."""
-    while is_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _last_read(node: fx.Node, graph: fx.Graph) -> fx.Node:
     """Return the last node that reads a value's memory before the graph ends."""
     copies = (roles.OFFLOAD_SAVED, roles.WAIT_SAVED)
-    return max([node, *(r for r in readers(_root(node)) if r.op != "output" and r.target not in copies)])
+    return max([node, *(r for r in readers(base(node)) if r.op != "output" and r.target not in copies)])
 
 
 def _examine(forward: fx.Graph, context: Context, user_outputs: int) -> list[_Value]:
     """Return the values that a forward graph saves, in graph order."""
     (outputs,) = forward.output_node().args
     saved = [value for value in outputs[user_outputs:] if isinstance(value, fx.Node)]  # type: ignore[index]
-    returned = {_root(value) for value in outputs[:user_outputs] if isinstance(value, fx.Node)}  # type: ignore[index]
+    returned = {base(value) for value in outputs[:user_outputs] if isinstance(value, fx.Node)}  # type: ignore[index]
     of_root: dict[fx.Node, int] = {}
     for node in saved:
-        of_root[_root(node)] = of_root.get(_root(node), 0) + 1
+        of_root[base(node)] = of_root.get(base(node), 0) + 1
     turns = _turns(forward, context)
     found = []
     for node in sorted(saved):
-        value, root = node.meta.get("val"), _root(node)
+        value, root = node.meta.get("val"), base(node)
         if not isinstance(value, Tensor) or root.op != "call_function" or role_of(root) is not None:
             continue  # a size, an input of the graph, or something gathered
         size = compat.concrete(value.numel()) * value.dtype.itemsize
@@ -181,10 +175,10 @@ def _choose(
     values: list[_Value], forward: fx.Graph, context: Context, user_outputs: int, costs: CostModel | None
 ) -> list[_Value]:
     """Return the values with a reason for those that may be offloaded and are not to be."""
-    wanted = context.policy.activation_offload
+    limit = context.policy.activation_offload
     possible = [value for value in values if not value.why_not]
     why_not = dict.fromkeys(possible, "")
-    if wanted == "auto":
+    if limit == "auto":
         assert costs is not None
         for copied, seconds in _by_time(possible, forward, context, user_outputs, costs):
             left = seconds
@@ -193,11 +187,11 @@ def _choose(
                 if left < 0:
                     left += needed
                     why_not[value] = "no time for a copy while the next unit computes"
-    elif wanted is not True:
+    elif limit is not True:
         done = 0
         for value in possible:
-            why_not[value] = "" if done < wanted else "more than is asked for"
-            done += value.bytes if done < wanted else 0
+            why_not[value] = "" if done < limit else "more than is asked for"
+            done += value.bytes if done < limit else 0
     return [replace(value, why_not=value.why_not or why_not[value]) for value in values]
 
 

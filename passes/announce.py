@@ -14,7 +14,6 @@ Runs last. Does not change what is computed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 
@@ -27,7 +26,7 @@ from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from .context import Context, Report
 from .listing import collectives
 from .phase import Phase
-from .roles import body_of, is_packed, packs
+from .roles import dependencies, pack_inside, packs
 
 __all__ = ["apply"]
 
@@ -52,27 +51,17 @@ def _used(graph: fx.Graph, context: Context) -> str:
     """
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
     everything = (1 << len(tangents)) - 1
-    needs = _needs(graph, {node: 1 << position for position, node in enumerate(tangents)})
+    needs = dependencies(graph, {node: 1 << position for position, node in enumerate(tangents)})
     found: list[dict[int, int]] = [{} for _ in context.buckets]
     for pack, bucket in packs(graph):
-        if pack.target is operator.getitem:
-            found[bucket] |= _used_inside(pack, needs, context.buckets[bucket].layout)
-            continue
-        found[bucket] |= _indices(pack, needs, context.buckets[bucket].layout)
+        layout = context.buckets[bucket].layout
+        is_inside = pack.target is operator.getitem  # a region packs
+        found[bucket] |= _used_inside(pack, needs, layout) if is_inside else _indices(pack, needs, layout)
     buckets = [
         ",".join(f"{index}" if mask == everything else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
         for params in found
     ]
     return f"{len(tangents)}|{';'.join(buckets)}"
-
-
-def _needs(graph: fx.Graph, known: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return, for each node, which of the ``known`` nodes it depends on: the union of their bits."""
-    needs = dict(known)
-    for node in graph.nodes:
-        if node not in needs:
-            needs[node] = functools.reduce(operator.or_, (needs[source] for source in node.all_input_nodes), 0)
-    return needs
 
 
 def _indices(pack: fx.Node, needs: dict[fx.Node, int], layout: BucketLayout) -> dict[int, int]:
@@ -88,12 +77,7 @@ def _indices(pack: fx.Node, needs: dict[fx.Node, int], layout: BucketLayout) -> 
 
 def _used_inside(packed: fx.Node, needs: dict[fx.Node, int], layout: BucketLayout) -> dict[int, int]:
     """Return what each gradient needs that a region packs, by index of its parameter."""
-    call, position = packed.args
-    assert isinstance(call, fx.Node)
-    inner = body_of(call).graph
-    operands = zip(inner.find_nodes(op="placeholder"), call.args[2:], strict=True)
-    needed = _needs(inner, {node: needs[operand] for node, operand in operands})  # type: ignore[index]
-    result = inner.output_node().args[0][position]  # type: ignore[index]
-    while not is_packed(result):
-        result = result.all_input_nodes[0]
-    return _indices(result, needed, layout)
+    call, pack = packed.all_input_nodes[0], pack_inside(packed)
+    operands = zip(pack.graph.find_nodes(op="placeholder"), call.args[2:], strict=True)
+    needed = dependencies(pack.graph, {node: needs[operand] for node, operand in operands})  # type: ignore[index]
+    return _indices(pack, needed, layout)

@@ -4,10 +4,10 @@
     gather = all_gather(cast)                           wait = wait_tensor(gather)
     wait = wait_tensor(gather)
 
-The operator casts the shard straight into its place in the buffer. The runtime picks the buffer when the graph runs: one
-that nothing refers to (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). No schedule, and no later pass, can therefore
-make a gather overwrite a value that is still read. If more buckets are gathered at a time than there are buffers, the
-others get fresh memory.
+The operator casts the shard straight into its place in the buffer. The runtime picks the buffer when the graph runs:
+one that nothing refers to (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). No schedule, and no later pass, can
+therefore make a gather overwrite a value that is still read. If more buckets are gathered at a time than there are
+buffers, the others get fresh memory.
 
 Buckets that outlive the graph also get fresh memory, since they would keep a buffer from all others. This pass does not
 change where gradients go: ``mfsdp::pack_gradients`` takes a buffer itself, in regions too.
@@ -22,8 +22,9 @@ import operator
 from torch import fx
 
 from . import roles
-from .context import Context, Report, SchedulePolicy
+from .context import Context, Report
 from .phase import Phase
+from .policy import SchedulePolicy
 
 __all__ = ["apply"]
 

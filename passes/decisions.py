@@ -3,27 +3,27 @@
 Four things can be chosen without changing what is computed: which buckets stay gathered between forward and backward,
 which other buckets leave a portion, how early each gather starts, and how late each reduction is awaited. The places of
 starts and waits are given relative to other units, never as a time or an operator. A decision therefore means the same
-for batches of other shapes.
+for batches of other shapes. Nothing here knows a graph or a tensor: the policy decides from the order and the sizes of
+buckets.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .phase import Phase
-
-if TYPE_CHECKING:
-    from .context import BucketInfo, Context, SchedulePolicy
+from .policy import SchedulePolicy
 
 __all__ = [
     "Ahead",
     "Behind",
     "Decisions",
     "Limit",
+    "ScheduledBucket",
     "Why",
     "gather_by_policy",
     "kept_by_policy",
@@ -117,22 +117,38 @@ class Decisions:
     why_not_kept: Mapping[int, Why] = field(default_factory=dict)
     portions: frozenset[int] | None = None
 
-    def gather(self, phase: Phase, buckets: Sequence[int], size: int, context: Context) -> Ahead:
+    def gather(
+        self, phase: Phase, buckets: Sequence[int], size: int, policy: SchedulePolicy, overlap: bool = True
+    ) -> Ahead:
         """Return how early the gathers of ``buckets`` start.
 
         Args:
             buckets: Buckets whose gathers start together.
             size: Total gathered bytes of the buckets.
+            overlap: Whether gathers may overlap with computation.
         """
         decided = self.gathers.get(phase, {})
         first = next((decided[bucket] for bucket in buckets if bucket in decided), None)
-        return first or gather_by_policy(context.policy, size, context.overlap.gathers)
+        return first or gather_by_policy(policy, size, overlap)
 
-    def reductions_of(self, buckets: Sequence[int], context: Context) -> list[Behind]:
-        """Return how late the reductions of ``buckets``, in the order in which they start, are awaited."""
-        infos = [context.buckets[bucket] for bucket in buckets]
-        by_policy = reductions_by_policy(context.policy, infos, context.overlap.reductions)
-        return [self.reductions.get(bucket, policy) for bucket, policy in zip(buckets, by_policy, strict=True)]
+
+class ScheduledBucket(Protocol):
+    """What a policy reads of a bucket.
+
+    Args:
+        unit: Name of the unit. Units are gathered and reduced together.
+        gathered_bytes: Bytes of the gathered bucket in memory.
+        stays: Whether the model says that the bucket stays gathered from forward to backward; None: it says nothing.
+    """
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def gathered_bytes(self) -> int: ...
+
+    @property
+    def stays(self) -> bool | None: ...
 
 
 def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) -> Ahead:
@@ -150,7 +166,7 @@ def kept_by_policy(
     whole_model: bool,
     last_used: Mapping[int, Any],
     needed: Mapping[int, Any],
-    buckets: Sequence[BucketInfo],
+    buckets: Sequence[ScheduledBucket],
 ) -> frozenset[int]:
     """Return the buckets that stay gathered from forward to backward.
 
@@ -176,7 +192,9 @@ def kept_by_policy(
     return frozenset(kept)
 
 
-def reductions_by_policy(policy: SchedulePolicy, buckets: Sequence[BucketInfo], overlap: bool = True) -> list[Behind]:
+def reductions_by_policy(
+    policy: SchedulePolicy, buckets: Sequence[ScheduledBucket], overlap: bool = True
+) -> list[Behind]:
     """Return how late the policy awaits the reductions of ``buckets``, given in the order in which they start."""
     if not overlap:
         return [Behind(0, Why(Limit.OVERLAP)) for _ in buckets]
@@ -214,20 +232,12 @@ def reductions_later(units: Sequence[str], in_flight: int) -> list[int]:
     >>> reductions_later(["c", "b", "b", "a", "a", "a"], in_flight=1)
     [2, 3, 3, 3, 2, 1]
     """
-    groups = list(_groups(units))
+    groups = [list(group) for _, group in itertools.groupby(range(len(units)), key=units.__getitem__)]
     found = []
     for number, group in enumerate(groups):
         target = groups[number + in_flight] if number + in_flight < len(groups) else None
         for i in group:
             # Without a target unit, an index beyond the last reduction means the end of the graph.
-            following = max(target.start, target.stop - (group.stop - i)) if target is not None else len(units)
+            following = max(target[0], target[-1] - (group[-1] - i)) if target is not None else len(units)
             found.append(following - i if in_flight else 0)
     return found
-
-
-def _groups(units: Sequence[str]) -> Iterator[range]:
-    start = 0
-    for _, same in itertools.groupby(units):
-        stop = start + len(list(same))
-        yield range(start, stop)
-        start = stop

@@ -19,14 +19,12 @@ _NUMBER = re.compile(r"(?<![\w.,])\d+(?![\w,])|(?<=\.)\d+(?![\w,])|(?<=#)\d+")
 
 _LONGEST = 32
 """Longest sequence of lines whose repetition is looked for."""
+_LEAST = 3
+"""Number of repetitions from which on a sequence is folded."""
 
 
-def folded(lines: Sequence[str], least: int = 3) -> list[str]:
+def folded(lines: Sequence[str]) -> list[str]:
     """Fold sequences of lines that repeat, with numbers that stay the same or grow by the same step each time.
-
-    Args:
-        lines: The lines.
-        least: Number of repetitions from which on a sequence is folded.
 
     Returns:
         Lines in which a repeated sequence stands once, indented, below its number of repetitions. Numbers that change
@@ -39,12 +37,12 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
         period, times = max(
             (
                 (period, _times(parsed, at, period))
-                for period in range(1, min(_LONGEST, (len(lines) - at) // least) + 1)
+                for period in range(1, min(_LONGEST, (len(lines) - at) // _LEAST) + 1)
             ),
-            key=lambda candidate: (candidate[0] * candidate[1] if candidate[1] >= least else 0, -candidate[0]),
+            key=lambda candidate: (candidate[0] * candidate[1] if candidate[1] >= _LEAST else 0, -candidate[0]),
             default=(1, 1),
         )
-        if times < least:
+        if times < _LEAST:
             found.append(lines[at])
             at += 1
             continue

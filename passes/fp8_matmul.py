@@ -2,13 +2,15 @@
 
 Before                                              After
     q = mfsdp.unshard(L_q_weight)                       q = mfsdp.unshard(L_q_weight)
-    linear = torch.nn.functional.linear(x, q, bias)            fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
+    linear = F.linear(x, q, bias)                       fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
 
-The operator is composite; see :mod:`mfsdp_compile.runtime.formats.fp8_linear`. In the joint graph it is quantizations and
-products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what computes
-them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be saved.
+The operator is composite; see :mod:`mfsdp_compile.runtime.formats.fp8_linear`. In the joint graph it is quantizations
+and products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what
+computes them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be
+saved.
 
-A bucket that is gathered in float8 with the same scaling, and whose parameters are only such weights, is not dequantized:
+A bucket that is gathered in float8 with the same scaling, and whose parameters are only such weights, is not
+dequantized:
 
     parts = mfsdp.unshard_quantized(L_q_weight, ...)
     fp8_linear = mfsdp.fp8_linear_quantized(x, parts[0], parts[1], parts[2], bias, "rowwise", False)
@@ -30,6 +32,7 @@ Needs: shell placeholders with their roles. Leaves: the same graph with other op
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +46,9 @@ from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
 from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from .context import Context, NodeKind, Report, role_of
-from .roles import FP8
+from .roles import FP8, nested_graph
 from .solver.costs import CostModel
-from .unshard import PLAIN_MARKERS, body_of
+from .unshard import PLAIN_MARKERS
 
 __all__ = ["Fp8Matmul", "apply"]
 
@@ -73,7 +76,7 @@ class Fp8Matmul:
         return "rowwise" if self.scaling == "auto" else self.scaling
 
 
-def apply(graph: fx.Graph, context: Context, asked: Fp8Matmul, costs: CostModel | None) -> tuple[Report, Context]:
+def apply(graph: fx.Graph, context: Context, fp8: Fp8Matmul, costs: CostModel | None) -> tuple[Report, Context]:
     """Rewrite the linear layers of a graph and of the bodies of its checkpoints.
 
     Args:
@@ -94,19 +97,19 @@ def apply(graph: fx.Graph, context: Context, asked: Fp8Matmul, costs: CostModel 
             left.setdefault("its weight is not a parameter as it is", []).append(linear.name)
             continue
         bucket, index = of
-        reason = _reason(linear, index in asked.candidates[bucket], asked, costs)
+        reason = _reason(linear, index in fp8.candidates[bucket], fp8, costs)
         if reason:
             left.setdefault(reason, []).append(context.buckets[bucket].layout.slots[index].name)
         else:
-            rewritten[_rewrite(linear, asked)] = of
+            rewritten[_rewrite(linear, fp8)] = of
     names = [context.buckets[bucket].layout.slots[index].name for bucket, index in rewritten.values()]
-    products = "forward, dgrad and wgrad" if asked.wgrad else "forward and dgrad"
-    lines = [f"{_count(names)} in float8, {asked.used}: {products}"] if names else ["no linear layer in float8"]
+    products = "forward, dgrad and wgrad" if fp8.wgrad else "forward and dgrad"
+    lines = [f"{_count(names)} in float8, {fp8.used}: {products}"] if names else ["no linear layer in float8"]
     lines += [f"{_count(names)} left: {reason}" for reason, names in left.items()]
-    stay = _stay_quantized(graph, context, shells, rewritten, asked)
+    stay = _stay_quantized(graph, context, shells, rewritten, fp8)
     for linear, (bucket, _) in rewritten.items():
         if bucket in stay:
-            _take_quantized(linear, asked)
+            _take_quantized(linear, fp8)
     if stay:
         lines.append(f"{len(stay)} of {len(context.buckets)} buckets stay in float8")
     buckets = tuple(
@@ -123,16 +126,14 @@ def _stay_quantized(
     context: Context,
     shells: Mapping[fx.Node, tuple[int, int]],
     rewritten: Mapping[fx.Node, tuple[int, int]],
-    asked: Fp8Matmul,
+    fp8: Fp8Matmul,
 ) -> set[int]:
     """Return the buckets that are gathered in float8 as the products need it, and read by nothing else."""
     exchanges = [info.exchange for info in context.buckets]
     stay = {
         bucket
         for bucket in {bucket for bucket, _ in rewritten.values()}
-        if exchanges[bucket].dequantizes
-        and exchanges[bucket].takes_quantized
-        and exchanges[bucket].scaling == asked.used
+        if exchanges[bucket].dequantizes and exchanges[bucket].takes_quantized and exchanges[bucket].scaling == fp8.used
     }
     for reader, bucket in _readers(graph, shells):
         if reader not in rewritten:
@@ -144,7 +145,7 @@ def _readers(graph: fx.Graph, shells: Mapping[fx.Node, tuple[int, int]]) -> Iter
     """Yield what reads parameters, here and in nested graphs, each with the bucket."""
     for shell, (bucket, _) in shells.items():
         for user in shell.users:
-            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := body_of(argument)) is not None]
+            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := nested_graph(argument)) is not None]
             if user.target in PLAIN_MARKERS:
                 yield from ((reader, bucket) for reader in user.users)
             elif len(bodies) != 1:
@@ -182,7 +183,7 @@ def _linears(
             is_marker = isinstance(weight, fx.Node) and weight.target in PLAIN_MARKERS
             yield node, shells.get(weight.args[0]) if is_marker else None  # type: ignore[union-attr, arg-type]
         for position, argument in enumerate(node.args):
-            body = body_of(argument)
+            body = nested_graph(argument)
             if body is not None:
                 yield from _linears(body.graph, _inputs(body, node.args[position + 1 :], shells))
                 body.recompile()
@@ -194,7 +195,7 @@ def _operands(linear: fx.Node) -> tuple[Any, Any, Any]:
     return given["input"], given["weight"], given.get("bias")
 
 
-def _reason(linear: fx.Node, is_candidate: bool, asked: Fp8Matmul, costs: CostModel | None) -> str:
+def _reason(linear: fx.Node, is_candidate: bool, fp8: Fp8Matmul, costs: CostModel | None) -> str:
     """Return why a linear layer is left as it is; an empty string if it is not."""
     if not is_candidate:
         return "outside of FSDP units, or left out by fp8_filter"
@@ -204,9 +205,9 @@ def _reason(linear: fx.Node, is_candidate: bool, asked: Fp8Matmul, costs: CostMo
         return f"it computes in {result.dtype}"
     if any(size % ALIGNMENT for size in weight.shape):
         return f"a size of its weight is not a multiple of {ALIGNMENT}"
-    if asked.scaling == "auto":
+    if fp8.scaling == "auto":
         assert costs is not None
-        if not _gains(input, weight, asked.wgrad, costs):
+        if not _gains(input, weight, fp8.wgrad, costs):
             return f"no gain expected on {costs.hardware.name}"
     return ""
 
@@ -214,26 +215,24 @@ def _reason(linear: fx.Node, is_candidate: bool, asked: Fp8Matmul, costs: CostMo
 def _gains(input: Tensor, weight: Tensor, wgrad: bool, costs: CostModel) -> bool:
     """Whether float8 is expected to be faster, quantization included."""
     width, out = weight.shape[1], weight.shape[0]
-    tokens = 1
-    for size in input.shape[:-1]:
-        tokens *= compat.concrete(size)
+    tokens = math.prod(map(compat.concrete, input.shape[:-1]))
     products = 3 if wgrad else 2
     flops = 2.0 * tokens * width * out
     values, weights, gradients = tokens * width, width * out, tokens * out
     moved = values + weights + gradients
     before = costs.compute(flops, 2 * moved, torch.bfloat16, attention=False)
     after = costs.compute(flops, moved, torch.float8_e4m3fn, attention=False)
-    # Read in bfloat16 and written in float8: the input and the gradient, by rows and for wgrad by columns; the weight, in
-    # forward and in backward, where it is also transposed.
+    # Read in bfloat16 and written in float8: the input and the gradient, by rows and for wgrad by columns; the weight,
+    # in forward and in backward, where it is also transposed.
     quantized = [values, gradients] * (2 if wgrad else 1) + [weights, weights]
     quantizing = sum(costs.moved(3 * numel) for numel in quantized) + costs.moved(2 * weights)
     return products * (before - after) > quantizing
 
 
-def _rewrite(linear: fx.Node, asked: Fp8Matmul) -> fx.Node:
+def _rewrite(linear: fx.Node, fp8: Fp8Matmul) -> fx.Node:
     graph = linear.graph
     with graph.inserting_before(linear):
-        new = graph.call_function(torch.ops.mfsdp.fp8_linear.default, (*_operands(linear), asked.used, asked.wgrad))
+        new = graph.call_function(torch.ops.mfsdp.fp8_linear.default, (*_operands(linear), fp8.used, fp8.wgrad))
     new.meta = dict(linear.meta)
     new.meta["custom"] = {**(linear.meta.get("custom") or {}), FP8: True}
     linear.replace_all_uses_with(new)
@@ -241,21 +240,18 @@ def _rewrite(linear: fx.Node, asked: Fp8Matmul) -> fx.Node:
     return new
 
 
-def _take_quantized(linear: fx.Node, asked: Fp8Matmul) -> None:
+def _take_quantized(linear: fx.Node, fp8: Fp8Matmul) -> None:
     """Let a rewritten layer take its weight as it was gathered."""
     input, marker, bias, *settings = linear.args
     assert isinstance(marker, fx.Node)
     graph = linear.graph
     with graph.inserting_before(linear):
-        parts = graph.call_function(torch.ops.mfsdp.unshard_quantized.default, (*marker.args, asked.used))
+        parts = graph.call_function(torch.ops.mfsdp.unshard_quantized.default, (*marker.args, fp8.used))
         anchor, data, scales = elements = [graph.call_function(operator.getitem, (parts, i)) for i in range(3)]
-    value = marker.meta["example_value"]
-    values = torch.ops.mfsdp.unshard_quantized(value, *parts.args[1:])
-    for node, its in zip((parts, *elements), (values, *values), strict=True):
-        node.meta = {**marker.meta, "example_value": its}
-    linear.target, linear.args = (
-        torch.ops.mfsdp.fp8_linear_quantized.default,
-        (input, anchor, data, scales, bias, *settings),
-    )
+    values = torch.ops.mfsdp.unshard_quantized(marker.meta["example_value"], *parts.args[1:])
+    for node, value in zip((parts, *elements), (values, *values), strict=True):
+        node.meta = {**marker.meta, "example_value": value}
+    linear.target = torch.ops.mfsdp.fp8_linear_quantized.default
+    linear.args = (input, anchor, data, scales, bias, *settings)
     if not marker.users:
         graph.erase_node(marker)

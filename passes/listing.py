@@ -44,8 +44,8 @@ def collectives(graph: fx.Graph, context: Context) -> list[str]:
     """Return the schedule of a graph as it must be on every rank.
 
     Buckets are numbered instead of named, because instances of a module share a graph. Nothing depends on the shapes of
-    a batch: ranks with batches of different lengths run different graphs with the same collectives. Regions do not count
-    either, except for the model's own collectives in them.
+    a batch: ranks with batches of different lengths run different graphs with the same collectives. Regions do not
+    count either, except for the model's own collectives in them.
     """
     found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
     return [line for node in graph.nodes for line in found.get(node, ())]

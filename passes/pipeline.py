@@ -29,18 +29,20 @@ from . import (
     unshard,
 )
 from .changes import changes, events
-from .context import Context, Report, SchedulePolicy, phase_of
+from .context import Context, Report, phase_of
 from .decisions import Decisions
 from .listing import describe
 from .phase import Phase
+from .policy import SchedulePolicy
 from .regions import RegionBody
 from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
 from .solver.costs import CostModel
 from .solver.flow import Saved, flow_of
 from .solver.outline import Outline, outline_of
+from .solver.reasons import gib
 from .solver.simulate import Event, OptimizerCost, events_of
-from .solver.solve import Solution, gib
+from .solver.solve import Solution
 from .solver.step_events import StepOutlines
 from .verifier import verify
 from .verifier.analysis import Analysis
@@ -56,16 +58,13 @@ __all__ = [
     "decision_digest",
     "finish_graph",
     "finish_region",
-    "keep_portions",
     "name_of",
     "needs_decisions",
     "note_contract",
-    "offload_saved",
-    "offload_saved_on_trial",
     "outlines_of",
-    "prepare_joint",
+    "partitioned",
     "rewrite_dynamo_graph",
-    "tag_for_trial",
+    "trial",
     "usable_budget",
 ]
 
@@ -144,6 +143,10 @@ class CompileRecord:
         """Decisions about the schedule so far."""
         return self.context.decisions
 
+    @property
+    def costs(self) -> CostModel | None:
+        return self.prediction.costs if self.prediction is not None else None
+
     def set_decisions(self, decisions: Decisions) -> None:
         self.context = replace(self.context, decisions=decisions)
 
@@ -183,8 +186,8 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     """Return the passes that run over a graph, in order.
 
     Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
-    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow user
-    passes, the verifier, and :mod:`.announce`.
+    reads. Between the joint graph and its two parts run :mod:`.portions` and :mod:`.activations`. After them follow
+    user passes, the verifier, and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
@@ -212,10 +215,9 @@ def rewrite_dynamo_graph(
     """
     record.show(None, gm.graph)
     if fp8 is not None:
-        costs = record.prediction.costs if record.prediction is not None else None
 
         def multiply_in_fp8(graph: fx.Graph, context: Context, _: None) -> Report:
-            report, record.context = fp8_matmul.apply(graph, context, fp8, costs)
+            report, record.context = fp8_matmul.apply(graph, context, fp8, record.costs)
             return report
 
         report = record.run(None, multiply_in_fp8, gm.graph)
@@ -226,7 +228,7 @@ def rewrite_dynamo_graph(
     record.show(None, gm.graph, report)
 
 
-def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
+def _prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
     """Run the passes over a joint graph, before it is partitioned into forward and backward."""
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = [*record._agreed]
@@ -242,50 +244,56 @@ def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> 
     _apply_passes(graph, Phase.JOINT, record)
 
 
-def keep_portions(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) -> None:
-    """Let the backward gather portions that forward keeps. Runs after the partition, if any bucket has portions."""
-    if not any(info.portion_size for info in record.context.buckets):
-        return
-    begun = time.perf_counter()
-    report, kept = portions.apply(forward, backward, record.context, record.user_outputs)
-    record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
-    record.set_decisions(replace(record.decisions, portions=kept))
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+"""A function that partitions a joint graph into forward and backward."""
 
 
-def offload_saved(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) -> None:
-    """Let saved values be in host memory between forward and backward, if the policy asks for it.
+def partitioned(
+    joint: fx.GraphModule, record: CompileRecord, user_outputs: int, partition: Partition
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Run the passes over a joint graph, partition it into forward and backward, and run those that change both."""
+    if needs_decisions(record):
+        # What stays gathered must be decided before the partition, but depends on the graphs that the partition makes.
+        decide(trial(compat.copy_graph_module(joint), record, user_outputs, partition), record, user_outputs)
+    _prepare_joint(joint.graph, record, user_outputs)
+    forward, backward = partition(joint)
+    if any(info.portion_size for info in record.context.buckets):
 
-    Runs after the partition.
-    """
+        def keep_portions(graph: fx.Graph, context: Context, _: Phase) -> Report:
+            report, kept = portions.apply(forward.graph, graph, context, user_outputs)
+            record.set_decisions(replace(context.decisions, portions=kept))
+            return report
+
+        record.run(Phase.JOINT, keep_portions, backward.graph)
     if record.context.policy.activation_offload:
-        begun = time.perf_counter()
-        report = activations.apply(forward, backward, record.context, record.user_outputs, _costs(record))
-        record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
+
+        def offload_saved(graph: fx.Graph, context: Context, _: Phase) -> Report:
+            return activations.apply(forward.graph, graph, context, user_outputs, record.costs)
+
+        record.run(Phase.JOINT, offload_saved, backward.graph)
+    return forward, backward
 
 
-def offload_saved_on_trial(forward: fx.Graph, backward: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
-    """Like :func:`offload_saved`, for graphs that only serve :func:`decide`, with the copies in their places."""
-    if record.context.policy.activation_offload:
-        activations.apply(forward, backward, record.context, user_outputs, _costs(record))
-        activations.place(forward, record.context, Phase.FORWARD)
-        activations.place(backward, record.context, Phase.BACKWARD)
-
-
-def _costs(record: CompileRecord) -> CostModel | None:
-    return record.prediction.costs if record.prediction is not None else None
+def trial(
+    joint: fx.GraphModule, record: CompileRecord, user_outputs: int, partition: Partition
+) -> dict[Phase, fx.Graph]:
+    """Return graphs that only serve :func:`decide`: no bucket is kept, copies of saved values are in their places."""
+    context = record.context
+    roles.assign(joint.graph)
+    drop_unread.apply(joint.graph, context, Phase.JOINT)
+    reshard.apply(joint.graph, replace(context, decisions=Decisions()), Phase.JOINT)
+    forward, backward = (gm.graph for gm in partition(joint))
+    if context.policy.activation_offload:
+        activations.apply(forward, backward, context, user_outputs, record.costs)
+        activations.place(forward, context, Phase.FORWARD)
+        activations.place(backward, context, Phase.BACKWARD)
+    return {Phase.FORWARD: forward, Phase.BACKWARD: backward}
 
 
 def needs_decisions(record: CompileRecord) -> bool:
-    """Whether the solver must find the schedule. If so, :func:`decide` runs before :func:`prepare_joint`."""
+    """Whether the solver must find the schedule."""
     prediction = record.prediction
     return prediction is not None and prediction.text is None and record.context.policy.is_solved
-
-
-def tag_for_trial(joint: fx.Graph, record: CompileRecord) -> None:
-    """Tag a joint graph for a trial partition, whose graphs only serve :func:`decide`. No bucket is kept."""
-    roles.assign(joint)
-    drop_unread.apply(joint, record.context, Phase.JOINT)
-    reshard.apply(joint, replace(record.context, decisions=Decisions()), Phase.JOINT)
 
 
 def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs: int) -> None:
@@ -310,8 +318,8 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
     if policy.memory_budget is None:
         refusal = (
             f"'auto' keeps a step within the device's memory, and cannot: {gib(budget)} are to be used, of "
-            f"{gib(machine.memory_bytes)} that the hardware file {machine.name!r} says (options={{'hardware': ...}} names "
-            "another one, 'memory_budget' another bound)"
+            f"{gib(machine.memory_bytes)} that the hardware file {machine.name!r} says (options={{'hardware': ...}} "
+            "names another one, 'memory_budget' another bound)"
         )
     problem = Problem(
         StepOutlines(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
@@ -429,11 +437,11 @@ def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> 
     if phase not in text.lines:
         return
     made = ScheduleText.of({phase: record.schedules[phase]}).lines[phase]
-    wanted = [line for line in text.lines[phase] if line.what != "cast"]
+    expected = [line for line in text.lines[phase] if line.what != "cast"]
     made = [line for line in made if line.what != "cast"]
-    for number, (asked, got) in enumerate(itertools.zip_longest(wanted, made), 1):
-        if asked != got:
-            labels = [line.label if line else "nothing" for line in (asked, got)]
+    for number, pair in enumerate(itertools.zip_longest(expected, made), 1):
+        if pair[0] != pair[1]:
+            labels = [line.label if line else "nothing" for line in pair]
             raise ValueError(
                 f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {labels[0]!r}, but the graph "
                 f"only allows {labels[1]!r}. Gathers of a unit start together and in the order of their waits; waits "

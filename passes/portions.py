@@ -4,7 +4,7 @@
                                                     \\-> portion -> saved in the place of the shard
 
     backward    shard -> [cast] -> all_gather (all ranks) -> wait -> views         before
-                          portion -> all_gather (few ranks) -> wait -> views       after
+                          portion -> all_gather (some ranks) -> wait -> views      after
 
 This implements ``reshard_after_forward`` as a number, with its FSDP2 meaning. The idea is the secondary partition of
 ZeRO++ (https://arxiv.org/abs/2306.10209). It costs memory: each rank holds one of that many portions of each such
@@ -56,8 +56,8 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
             _keep(gathered[gather.bucket], gather, info, user_outputs)
             done.add(gather.bucket)
             lines.append(
-                f"{info.name}: {info.portion_bytes:,} B stay, one of {info.portion_size} portions; gathered from these in "
-                "backward"
+                f"{info.name}: {info.portion_bytes:,} B stay, one of {info.portion_size} portions; gathered from these "
+                "in backward"
             )
             continue
         lines.append(f"{info.name}: gathered from shards again: {why_not}")

@@ -6,6 +6,8 @@ needs.
 
 from __future__ import annotations
 
+import operator
+import textwrap
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +48,7 @@ def _class(
     owner = graph.owning_module
     fields = []
     for target in dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")):
-        value = _attribute(owner, target)
+        value = operator.attrgetter(target)(owner)
         if isinstance(value, fx.GraphModule):
             inner = f"{name}_{target.replace('.', '_')}"
             _class(inner, value.graph, imports, classes, constants)
@@ -65,15 +67,9 @@ def _class(
         graph.set_codegen(codegen)
     for global_name, value in code.globals.items():
         imports[_import(global_name, value)] = None
-    body = _indented(_with_shapes(code.src, graph))
+    body = textwrap.indent(_with_shapes(code.src, graph), "    ")
     attributes = "".join(f"    {field}\n" for field in fields)
     classes.append(f"class {name}(torch.nn.Module):\n{attributes}{body}".rstrip())
-
-
-def _attribute(owner: Any, target: str) -> Any:
-    for part in target.split("."):
-        owner = getattr(owner, part)
-    return owner
 
 
 def _import(name: str, value: Any) -> str:
@@ -103,7 +99,3 @@ def _described(meta: Mapping[str, Any]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, strides {list(value.stride())}"
     return "not known" if value is None else f"{type(value).__name__} {value}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" if line.strip() else "" for line in text.split("\n"))

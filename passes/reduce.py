@@ -13,7 +13,7 @@ from torch import fx
 
 from . import roles
 from .context import Context, Report
-from .decisions import Behind
+from .decisions import Behind, reductions_by_policy
 from .phase import Phase
 
 __all__ = ["apply"]
@@ -36,9 +36,10 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     # Nodes inserted after the same anchor keep the order of the reductions.
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
-    behinds = context.decisions.reductions_of([reduction.bucket for reduction in found], context)
-    for i, (reduction, behind) in enumerate(zip(found, behinds, strict=True)):
-        when = ""
+    infos = [context.buckets[reduction.bucket] for reduction in found]
+    by_policy = reductions_by_policy(context.policy, infos, context.overlap.reductions)
+    for i, (reduction, policy) in enumerate(zip(found, by_policy, strict=True)):
+        behind, when = context.decisions.reductions.get(reduction.bucket, policy), ""
         for stage in range(len(reduction.stages)):
             await_at, when = _await_at(found, i, stage, behind, context)
             nodes = [reduction.stages[stage][1]]

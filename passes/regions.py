@@ -8,15 +8,16 @@ Before                                              After
     linear_7 = linear(add, q_1)                         getitem_1 = layers_1[0]
 
 A region takes, for each of the unit's buckets, the gathered bucket and an anchor, a tensor without memory that receives
-the packed gradient; then the scales of buckets that stay in float8; then the values that it reads. To the passes, its graph looks like one that the eager path
-serves: its buckets are whole at all times and on one rank. Everything that communicates stays outside.
+the packed gradient; then the scales of buckets that stay in float8; then the values that it reads. To the passes, its
+graph looks like one that the eager path serves: its buckets are whole at all times and on one rank. Everything that
+communicates stays outside.
 
 Units are equal if they do the same operations, in the same order, with the same constants, on values of the same kind,
 with parameters at the same places of equal buckets. If autograd would sum several gradients of a value that is read
 outside too, the region takes the value once per use: gradients are then added in the same order as without regions.
 
-Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice, and
-one of each bucket that stays in float8; :mod:`.unshard` replaces them.
+Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice,
+and one of each bucket that stays in float8; :mod:`.unshard` replaces them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 
 from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
-from .roles import MARK, REGION
+from .roles import MARK, REGION, attribute_of, nested_graph
 
 __all__ = ["LEAST", "RegionBody", "outline"]
 
@@ -183,20 +184,10 @@ def _units_of(graph: fx.Graph, units: Mapping[str, str]) -> dict[fx.Node, str | 
     return found
 
 
-def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Yield the graphs that an operator takes, such as the body of a checkpoint."""
-    for source in node.all_input_nodes if node.op == "call_function" else ():
-        if source.op == "get_attr":
-            value = _attribute(source)
-            if isinstance(value, fx.GraphModule):
-                yield value
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+def _nested(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that an operator takes, such as the body of a checkpoint."""
+    found = map(nested_graph, node.all_input_nodes if node.op == "call_function" else ())
+    return [body for body in found if body is not None]
 
 
 def _runs(graph: fx.Graph, units: Mapping[str, str]) -> Iterator[_Run]:
@@ -260,7 +251,7 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor):
             return f"{node.name} is passed across its border, which is a {type(value).__name__} and no tensor"
-        if type(value) is not compat.fake_tensor_type():
+        if type(value) is not compat.FakeTensor:
             return f"{node.name} is passed across its border, which is a {type(value).__name__}"
         if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
             return f"the shape of {node.name} is dynamic"
@@ -273,11 +264,16 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
     return ""
 
 
-def _reads(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that a node reads, once for each time that it reads them."""
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node reads, once for each time that it reads them."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda source: found.append(source) or source)  # type: ignore[func-returns-value]
-    yield from found
+
+    def read(source: fx.Node) -> fx.Node:
+        found.append(source)
+        return source
+
+    fx.map_arg((node.args, node.kwargs), read)
+    return found
 
 
 def _imbalance(run: _Run) -> str:
@@ -338,7 +334,7 @@ def _plain(value: Any, names: Mapping[fx.Node, Any]) -> Any:
         if value in names:
             return names[value]
         if value.op == "get_attr":
-            return _of_attribute(_attribute(value))
+            return _of_attribute(attribute_of(value))
         return "around", value.name
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_plain(item, names) for item in value)
@@ -424,7 +420,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         if source in operands:
             return operands[source].pop() if source in run.repeated else operands[source][0]
         if source.op == "get_attr" and source not in values:
-            copied = _attribute(source)
+            copied = attribute_of(source)
             if isinstance(copied, fx.GraphModule):
                 copied = compat.copy_graph_module(copied)
             setattr(made, str(source.target).replace(".", "_"), copied)

@@ -1,10 +1,10 @@
 """Joint graph: tag the values that the partitioner must recompute in backward instead of saving.
 
 The pass tags every gather MUST_RECOMPUTE, together with its cast, its wait, the views of the gathered bucket and what
-is computed from these elementwise. The backward then gathers again, and no gathered weight or copy of one is saved. By default
-partitioners save them (pytorch#136433). All nodes get the same, very large ``ac_graph_id``: at the border between two
-ids torch saves the values of the smaller id, so a user's own activation checkpointing, whose ids count from 1, takes
-precedence.
+is computed from these elementwise. The backward then gathers again, and no gathered weight or copy of one is saved. By
+default partitioners save them (pytorch#136433). All nodes get the same, very large ``ac_graph_id``: at the border
+between two ids torch saves the values of the smaller id, so a user's own activation checkpointing, whose ids count from
+1, takes precedence.
 
 If the graph holds a whole model, buckets may stay gathered for the backward: those chosen in :mod:`.decisions`, or else
 the bucket that forward uses last, if the backward needs it first.

@@ -55,7 +55,9 @@ __all__ = [
     "Gather",
     "Reduction",
     "assign",
+    "attribute_of",
     "body_of",
+    "dependencies",
     "gathers",
     "has_kind",
     "is_collective",
@@ -63,6 +65,8 @@ __all__ = [
     "is_packed",
     "is_region_call",
     "is_view",
+    "nested_graph",
+    "pack_inside",
     "packs",
     "reads_whole",
     "reductions",
@@ -71,7 +75,7 @@ __all__ = [
 
 MARK = "mfsdp_bucket"
 OF_BYTES = "mfsdp_of_bytes"
-"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: what is gathered is the quantized shard."""
+"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: those of the quantized shard."""
 SCALES_MARK = "mfsdp_scales"
 """Key in ``meta["custom"]``, like :data:`MARK`, of views of a bucket's scales."""
 REGION = "mfsdp_region_buckets"
@@ -173,8 +177,47 @@ def region_calls(graph: fx.Graph) -> list[fx.Node]:
 def body_of(call: fx.Node) -> fx.GraphModule:
     """Return the graph that a region's call runs."""
     attribute: Any = call.args[0]
-    body = getattr(call.graph.owning_module, attribute.target, None)
+    body = attribute_of(attribute)
     return body if body is not None else call.meta["mfsdp_body"]  # a copy of a graph may lack what belongs to it
+
+
+def attribute_of(node: fx.Node) -> Any:
+    """Return what a ``get_attr`` node stands for; None if its graph is a copy that lacks it."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def nested_graph(argument: Any) -> fx.GraphModule | None:
+    """Return the graph that an argument of an operator is, such as a checkpoint's body; None for other arguments."""
+    value = attribute_of(argument) if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def dependencies(graph: fx.Graph, known: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return, for each node, which of the ``known`` nodes it depends on: the union of their bits.
+
+    Sets would take quadratic memory.
+    """
+    found = dict(known)
+    for node in graph.nodes:
+        if node not in found:
+            bits = 0
+            for source in node.all_input_nodes:
+                bits |= found.get(source, 0)  # a broken graph may read a node that comes later
+            found[node] = bits
+    return found
+
+
+def pack_inside(packed: fx.Node) -> fx.Node:
+    """Return the node that packs, in a region's body, the bucket of gradients that an element of its result is."""
+    call, position = packed.args
+    assert isinstance(call, fx.Node)
+    result = body_of(call).graph.output_node().args[0][position]  # type: ignore[index]
+    while not is_packed(result):
+        result = result.all_input_nodes[0]
+    return result
 
 
 def is_packed(node: fx.Node) -> bool:
@@ -231,7 +274,7 @@ GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_ou
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
-"""Operators whose calls the partitioner must not merge: two buckets may have the same gradients, and each has a reduction."""
+"""Operators whose calls the partitioner must not merge: two buckets with the same gradients have two reductions."""
 PORTION = torch.ops.mfsdp.portion.default
 FETCH = torch.ops.mfsdp.fetch.default
 OFFLOAD = torch.ops.mfsdp.offload.default
@@ -242,6 +285,13 @@ WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
 """Operators that await a gather."""
 QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
+_KINDS: dict[Any, NodeKind] = {
+    _PACKING: NodeKind.PACK,
+    PORTION: NodeKind.PORTION,
+    FETCH: NodeKind.FETCH,
+    OFFLOAD: NodeKind.OFFLOAD,
+}
+"""Kinds of marked nodes that follow from their operators alone."""
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
@@ -282,16 +332,13 @@ def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
 
 def _assign_inputs(call: fx.Node) -> None:
     """Give roles to whole buckets and scales that a region reads from the graph's inputs."""
-    buckets = call.meta["custom"][REGION]
-    call.meta["mfsdp_body"] = body_of(call)
-    for number, operand in body_of(call).meta["mfsdp_wholes"].items():
-        source = call.args[operand]
-        if isinstance(source, fx.Node) and source.op == "placeholder":
-            set_role(source, Role(NodeKind.SHARD, buckets[number]))
-    for number, operand in body_of(call).meta["mfsdp_scales"].items():
-        source = call.args[operand]
-        if isinstance(source, fx.Node) and source.op == "placeholder":
-            set_role(source, Role(NodeKind.SCALES, buckets[number]))
+    buckets, body = call.meta["custom"][REGION], body_of(call)
+    call.meta["mfsdp_body"] = body
+    for key, kind in (("mfsdp_wholes", NodeKind.SHARD), ("mfsdp_scales", NodeKind.SCALES)):
+        for number, operand in body.meta[key].items():
+            source = call.args[operand]
+            if isinstance(source, fx.Node) and source.op == "placeholder":
+                set_role(source, Role(kind, buckets[number]))
 
 
 def _mark(node: fx.Node, key: str = MARK) -> int | None:
@@ -303,14 +350,8 @@ def _kind(node: fx.Node) -> NodeKind | None:
     role = role_of(source) if source is not None else None
     of = role.kind if role is not None else None
     target = node.target
-    if target is torch.ops.mfsdp.pack_gradients.default and _mark(node) is not None:
-        return NodeKind.PACK
-    if target is PORTION and _mark(node) is not None:
-        return NodeKind.PORTION
-    if target is FETCH and _mark(node) is not None:
-        return NodeKind.FETCH
-    if target is OFFLOAD and _mark(node) is not None:
-        return NodeKind.OFFLOAD
+    if target in _KINDS and _mark(node) is not None:
+        return _KINDS[target]
     if target in REDUCES and of in (NodeKind.PACK, NodeKind.REDUCED):
         return NodeKind.START_REDUCE
     if target is _c10d.wait_tensor.default and of is NodeKind.START_REDUCE:

@@ -14,6 +14,7 @@ Needs: roles. Leaves: the order of nodes.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,7 +55,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     top = next(node for node in graph.nodes if node.op != "placeholder" and node not in moved)
     lines = []
     for i, group in enumerate(groups):
-        ahead = context.decisions.gather(phase, [gather.bucket for gather in group.gathers], group.bytes, context)
+        buckets = [gather.bucket for gather in group.gathers]
+        ahead = context.decisions.gather(phase, buckets, group.bytes, context.policy, context.overlap.gathers)
         if ahead.reduction in packs:
             anchor, when = packs[ahead.reduction], f"before {context.buckets[ahead.reduction].name} is reduced"
         else:
@@ -71,17 +73,11 @@ def _groups(graph: fx.Graph, context: Context) -> list[_GatherGroup]:
         (g for g in roles.gathers(graph) if g.uses and g.start is not None),
         key=lambda g: min(order[use] for use in g.uses),
     )
-    groups: list[list[roles.Gather]] = []
-    for gather in found:
-        unit = context.buckets[gather.bucket].unit
-        if groups and context.buckets[groups[-1][-1].bucket].unit == unit:
-            groups[-1].append(gather)
-        else:
-            groups.append([gather])
+    groups = (tuple(group) for _, group in itertools.groupby(found, key=lambda g: context.buckets[g.bucket].unit))
     return [
         _GatherGroup(
-            tuple(group),
-            sum(context.buckets[g.bucket].gathered_bytes for g in group),
+            group,
+            sum(context.buckets[gather.bucket].gathered_bytes for gather in group),
             context.buckets[group[0].bucket].unit,
         )
         for group in groups

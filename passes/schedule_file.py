@@ -86,8 +86,8 @@ class ScheduleText:
             if read is None or current is None:
                 what = "comes before the first section, such as [forward]" if read else "is no start or wait"
                 raise ValueError(
-                    f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
-                    "bucket."
+                    f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of "
+                    "a bucket."
                 )
             current.append(read.decision)
         return ScheduleText(found, where)

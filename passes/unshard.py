@@ -10,8 +10,8 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 
 ``torch.cond`` and other operators with bodies refuse operands that share memory, so they get copies.
 
-A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values: an anchor,
-data and a scale.
+A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values:
+an anchor, data and a scale.
 
     parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
     anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
@@ -21,7 +21,8 @@ data and a scale.
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
 shards, one per bucket in the context's order, each followed by the bucket's resident, token, what it sends (a quantized
-shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
+shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is,
+and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from mfsdp_compile.runtime.formats import quantize
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
-from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, region_calls
+from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, nested_graph, region_calls
 
-__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "body_of", "erase_markers", "hand_out", "parts_of", "split_scales"]
+__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "erase_markers", "hand_out", "parts_of", "split_scales"]
 
 PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
@@ -131,7 +132,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
 
 
 def _copy_for_branches(parameter: fx.Node) -> None:
-    """Give operators with bodies that refuse operands in the same memory a copy of a parameter, which lies in a bucket."""
+    """Give operators with bodies that refuse operands in the same memory, a bucket's, a copy of a parameter."""
     for user in [user for user in parameter.users if compat.refuses_shared_memory(user.target)]:
         with parameter.graph.inserting_before(user):
             copied = parameter.graph.call_function(torch.ops.aten.clone.default, (parameter,))
@@ -166,7 +167,7 @@ def parts_of(
 
 
 def _pass_buckets(call: fx.Node, gathered: list[fx.Node], scales: Mapping[int, fx.Node | None]) -> None:
-    """Give a call of a region its buckets: an anchor and a whole bucket each, and scales of those that stay in float8."""
+    """Give a call of a region an anchor and a whole bucket for each bucket, and scales of those that stay in float8."""
     operands: list[fx.Node] = []
     for bucket in call.meta["custom"][REGION]:
         with call.graph.inserting_before(call):
@@ -191,12 +192,13 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
                 user.graph.erase_node(item)
             user.graph.erase_node(user)
             continue
-        bodies = [body for argument in user.args if (body := body_of(argument)) is not None]
-        inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
+        bodies = [body for argument in user.args if (body := nested_graph(argument)) is not None]
+        inputs = list(bodies[0].graph.find_nodes(op="placeholder")) if len(bodies) == 1 else []
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
-                f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of {user.target}, "
-                "for which this is not implemented. Gather it in the model's dtype, or leave this part of the model uncompiled."
+                f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of "
+                f"{user.target}, for which this is not implemented. Gather it in the model's dtype, or leave this part "
+                "of the model uncompiled."
             )
         for place in [place for place, operand in zip(inputs, operands, strict=True) if operand is shell]:
             with place.graph.inserting_before(place):
@@ -208,20 +210,6 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
         bodies[0].recompile()
         expanded = [part for operand in operands for part in (parts if operand is shell else (operand,))]
         user.args = (*user.args[: -len(inputs)], *expanded)
-
-
-def body_of(argument: Any) -> fx.GraphModule | None:
-    """Return the graph that an argument of an operator is, such as the body of a checkpoint."""
-    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        return None
-    value: Any = argument.graph.owning_module
-    for part in str(argument.target).split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, fx.GraphModule) else None
-
-
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def erase_markers(gm: fx.GraphModule) -> int:

@@ -7,6 +7,7 @@ file, no permission) passes through.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,8 +24,6 @@ __all__ = [
     "child",
     "copy_inside",
     "inside",
-    "is_absent",
-    "is_regular",
     "links_inside",
     "members",
     "open_new",
@@ -104,8 +103,10 @@ def inside(folder: Path, name: Any) -> Path:
             f"{path} is a link to {os.path.realpath(path)!r}, outside of the folder. If you trust it, replace the "
             "link with a copy of the file"
         )
-    if not is_absent(path) and not is_regular(path):
-        raise FileRefused(f"{path} is not a regular file")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        # A reader of a pipe waits forever; a device is endless.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FileRefused(f"{path} is not a regular file")
     return path
 
 
@@ -154,28 +155,13 @@ def members(folder: Path) -> list[Path]:
     return sorted(folder / safe_name(name, f"a name in {folder}") for name in os.listdir(folder))
 
 
-def copy_inside(folder: Path, names: Mapping[str, Path] | None, to: Path) -> None:
-    """Copy files of ``folder``, given by their names under ``to``; None: all of them, including subfolders."""
-    chosen = names if names is not None else {p.relative_to(folder).as_posix(): p for p in links_inside(folder)}
-    for name, path in chosen.items():
+def copy_inside(folder: Path, names: Mapping[str, Path], to: Path) -> None:
+    """Copy files of ``folder``, given by their names under ``to``."""
+    for name, path in names.items():
         target = child(to, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(inside(folder, path.relative_to(folder).as_posix())) as source, target.open("xb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
-
-
-def is_absent(path: Path) -> bool:
-    """Whether there is nothing at ``path``, including if a part of it is not a folder, or a link leads nowhere."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    return False
-
-
-def is_regular(path: Path) -> bool:
-    """Whether ``path`` is a file or a link to one: not a pipe (its reader waits forever) or a device (endless)."""
-    return stat.S_ISREG(path.stat().st_mode)
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------

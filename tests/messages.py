@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +41,12 @@ class Module:
     @cached_property
     def functions(self) -> dict[str, ast.FunctionDef]:
         return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+
+    @cached_property
+    def imported(self) -> set[str]:
+        """Names that other files of the package define: functions, and modules with functions."""
+        found = (node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom) and node.level)
+        return {alias.asname or alias.name for node in found for alias in node.names}
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
@@ -79,12 +85,27 @@ class Module:
             if depth == 0:
                 return
             if isinstance(inner, ast.Call):
-                called = ast.unparse(inner.func).rpartition(".")[2]
+                owner, _, called = ast.unparse(inner.func).rpartition(".")
                 if called in self.functions and self.functions[called] is not function:
                     yield from _all_texts(self.functions[called])
+                elif (owner or called) in self.imported:
+                    for other in _functions_of_package().get(called, ()):
+                        yield from _all_texts(other)
             elif isinstance(inner, ast.Name):
                 for assigned in _assigned(function, inner.id):
                     yield from self._texts(assigned, function, depth - 1)
+
+
+@cache
+def _functions_of_package() -> dict[str, list[ast.FunctionDef]]:
+    """Return the functions of all files by name."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef):
+                    found.setdefault(node.name, []).append(node)
+    return found
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:

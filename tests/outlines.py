@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use

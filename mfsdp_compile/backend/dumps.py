@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class GraphFolder:
         self._counts: dict[str, int] = {}
 
     @staticmethod
-    def wanted(subject: str) -> GraphFolder | None:
+    def from_environment(subject: str) -> GraphFolder | None:
         """Create a folder if ``MFSDP_DEBUG_DIR`` is set, otherwise return None."""
         folder = os.environ.get("MFSDP_DEBUG_DIR")
         if not folder:
@@ -66,9 +67,9 @@ class GraphFolder:
             self._counts[kind] = 0  # compiled again
         number = self._counts[kind]
         self._counts[kind] += 1
-        name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
+        name = f"{kind}-{number}" + (re.sub(r"[^\w-]", "_", f"-{report.name}") if report is not None else "")
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
-        lines = _told(report) if report is not None else []
+        lines = _lines_of(report) if report is not None else []
         if phase is None and report is None:  # only the built-in passes use markers; parameters are whole here
             marked = compat.copy_graph_module(graph.owning_module)
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
@@ -82,12 +83,8 @@ class GraphFolder:
             file.write("\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""]))
 
 
-def _told(report: Report) -> list[str]:
+def _lines_of(report: Report) -> list[str]:
     lines = [f"{report.name}, {report.seconds * 1e3:.1f} ms", *(f"    {line}" for line in report.lines)]
     if report.changes:
         lines += ["Schedule:", *(f"    {line}" for line in report.changes)]
     return lines
-
-
-def _as_file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)

@@ -3,7 +3,8 @@
 ``mfsdp::reduce_if_due`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and outputs must not be touched
 until their waits.
 
-``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the matrix.
+``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the
+matrix.
 
 ``mfsdp::wait_quantized`` is Inductor's own wait, and the operator behind it, which finds nothing left to wait for.
 Inductor keeps its waits in order, and does not know the operator as one.

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
@@ -22,22 +22,6 @@ from mfsdp_compile.runtime.nearest import did_you_mean
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
-_OTHERS = {
-    "inner",
-    "float32_gradients",
-    "fp8_matmul",
-    "fp8_wgrad",
-    "fp8_filter",
-    "inductor",
-    "passes",
-    "verify",
-    "schedule",
-    "hardware",
-    "optimizer",
-    "regions",
-    "report",
-    "progress",
-}
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 
@@ -63,13 +47,14 @@ class CompileOptions:
         regions: Whether equal units are compiled once, as regions that the graph calls. ``"auto"``: if at least three
             units are equal. True: if at least two are. False: every unit is part of the graph. :func:`explain` says
             which units are regions, and why others are not.
-        report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile caches.
+        report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile
+            caches.
         float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
             reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
         fp8_matmul: Compute matrix products of linear layers in float8: ``"rowwise"``, with a scale per row or column of
-            each operand; ``"tensorwise"``, with one per matrix; ``"auto"``: rowwise, for layers that are large enough to
-            be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of their
-            weights be multiples of 16; :func:`explain` says which were left, and why. See
+            each operand; ``"tensorwise"``, with one per matrix; ``"auto"``: rowwise, for layers that are large enough
+            to be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of
+            their weights be multiples of 16; :func:`explain` says which were left, and why. See
             :mod:`mfsdp_compile.passes.fp8_matmul`.
         fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
         fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
@@ -103,8 +88,12 @@ class CompileOptions:
     @property
     def steers_schedule(self) -> bool:
         """Whether anything is asked of graphs that needs their gathers and reductions to be inside."""
-        asked = self.schedule != SchedulePolicy() or self.text is not None
-        return asked or self.report or bool(self.passes)
+        return self.schedule != SchedulePolicy() or self.text is not None or self.report or bool(self.passes)
+
+    @staticmethod
+    def names() -> set[str]:
+        """Return the names of all options."""
+        return {f.name for f in (*fields(CompileOptions), *fields(SchedulePolicy))} - {"text"}
 
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""
@@ -138,8 +127,7 @@ class CompileOptions:
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"torch.compile takes options as a dict, such as {{'prefetch': 2}}, got {options!r}")
         given = dict(options or {})
-        schedule_names = {f.name for f in fields(SchedulePolicy)}
-        numbers = {name: given.pop(name) for name in schedule_names & given.keys()}
+        numbers = {f.name: given.pop(f.name) for f in fields(SchedulePolicy) if f.name in given}
         if numbers.get("memory_budget") is not None:
             numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
             numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
@@ -152,73 +140,55 @@ class CompileOptions:
         text = _schedule_text(given.pop("schedule", None), scheduled)
         if text is not None and text.portions:
             schedule = replace(schedule, reshard_after_forward=text.portions)
-        machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
-        regions = given.pop("regions", "auto")
-        report = given.pop("report", False)
-        inner = given.pop("inner", "inductor")
-        float32_gradients = given.pop("float32_gradients", False)
-        fp8_matmul, fp8_wgrad = given.pop("fp8_matmul", None), given.pop("fp8_wgrad", False)
-        fp8_filter = given.pop("fp8_filter", None)
-        inductor = given.pop("inductor", {})
-        passes = given.pop("passes", ())
-        verify = given.pop("verify", os.environ.get("MFSDP_VERIFY") or "once")
-        progress = given.pop("progress", True)
-        if given:
-            known = sorted(schedule_names | _OTHERS)
+        given["hardware"], given["optimizer"] = (
+            _hardware(given.get("hardware")),
+            _optimizer(given.get("optimizer", "adamw")),
+        )
+        known = sorted(CompileOptions.names())
+        if unknown := [name for name in given if name not in known]:
             raise ValueError(
-                f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}."
-                f"{did_you_mean(next(iter(given)), known)}"
+                f"The mfsdp backend has no option {', '.join(map(repr, unknown))}; it has {known}."
+                f"{did_you_mean(unknown[0], known)}"
             )
-        if inner not in INNER_COMPILERS:
-            raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
-        if not isinstance(float32_gradients, bool):
-            raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
-        _check_fp8(fp8_matmul, fp8_wgrad, fp8_filter)
-        if not isinstance(regions, bool) and regions != "auto":
-            raise TypeError(f"options['regions'] takes True, False or 'auto', got {regions!r}")
-        if not isinstance(report, bool):
-            raise TypeError(f"options['report'] takes True or False, got {report!r}")
-        if not isinstance(progress, bool):
-            raise TypeError(f"options['progress'] takes True or False, got {progress!r}")
-        if verify not in VERIFY:
-            raise ValueError(f"options['verify'], or MFSDP_VERIFY, must be one of {VERIFY}, got {verify!r}")
-        if not isinstance(passes, (list, tuple)):
-            raise TypeError(f"options['passes'] takes a list of passes, got {passes!r}")
-        for user_pass in passes:
+        given.setdefault("verify", os.environ.get("MFSDP_VERIFY") or "once")
+        given.setdefault("inductor", {})
+        found = CompileOptions(**given, schedule=schedule, text=text)
+        found._check()
+        return replace(found, inductor=tuple(sorted(given["inductor"].items())), passes=tuple(found.passes))
+
+    def _check(self) -> None:
+        """Raise TypeError or ValueError for unsupported values of options other than the schedule's."""
+        if self.inner not in INNER_COMPILERS:
+            raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {self.inner!r}")
+        for name in ("float32_gradients", "fp8_wgrad", "report", "progress"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"options['{name}'] takes True or False, got {value!r}")
+        _check_fp8(self.fp8_matmul, self.fp8_wgrad, self.fp8_filter)
+        if not isinstance(self.regions, bool) and self.regions != "auto":
+            raise TypeError(f"options['regions'] takes True, False or 'auto', got {self.regions!r}")
+        if self.verify not in VERIFY:
+            raise ValueError(f"options['verify'], or MFSDP_VERIFY, must be one of {VERIFY}, got {self.verify!r}")
+        if not isinstance(self.passes, (list, tuple)):
+            raise TypeError(f"options['passes'] takes a list of passes, got {self.passes!r}")
+        for user_pass in self.passes:
             if not callable(user_pass) or isinstance(user_pass, type):
                 raise TypeError(
                     f"options['passes'] takes callables (graph, context, phase) -> Report, got {user_pass!r}"
                 )
+        inductor: Any = self.inductor
         if not isinstance(inductor, Mapping):
             raise TypeError(f"options['inductor'] takes a dict of settings of torch._inductor.config, got {inductor!r}")
-        if inductor and inner != "inductor":
-            raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
+        if inductor and self.inner != "inductor":
+            raise ValueError(f"options['inductor'] is given, but the inner compiler is {self.inner!r}")
         if unknown := compat.unknown_inductor_options(inductor):
             raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
         if inductor.get("triton.cudagraphs"):
             raise ValueError(f"options['inductor'] has 'triton.cudagraphs'. {_GRAPHS}")
-        if float32_gradients and inductor.get("triton.native_matmul"):
+        if self.float32_gradients and inductor.get("triton.native_matmul"):
             raise ValueError(
                 "options['float32_gradients'] has no effect with Inductor's 'triton.native_matmul', which has no out "
                 "dtype: remove one of the two options"
             )
-        return CompileOptions(
-            inner,
-            schedule,
-            text,
-            machine,
-            optimizer,
-            regions,
-            report,
-            float32_gradients,
-            fp8_matmul,
-            fp8_wgrad,
-            fp8_filter,
-            tuple(sorted(inductor.items())),
-            tuple(passes),
-            verify,
-            progress,
-        )
 
     def __str__(self) -> str:
         """List the options that differ from their defaults, for ranks to compare. Omits those that change no graph."""
@@ -235,21 +205,19 @@ def _check_fp8(fp8_matmul: Any, fp8_wgrad: Any, fp8_filter: Any) -> None:
     allowed = (*SCALINGS, "auto", None)
     if fp8_matmul not in allowed:
         raise ValueError(f"options['fp8_matmul'] must be one of {allowed}, got {fp8_matmul!r}")
-    if not isinstance(fp8_wgrad, bool):
-        raise TypeError(f"options['fp8_wgrad'] takes True or False, got {fp8_wgrad!r}")
     if fp8_filter is not None and not callable(fp8_filter):
         raise TypeError(f"options['fp8_filter'] takes a function (name, shape) -> bool, got {fp8_filter!r}")
     if fp8_matmul is None and (fp8_wgrad or fp8_filter is not None):
         raise ValueError(
-            "options['fp8_wgrad'] and options['fp8_filter'] say what is computed in float8, but options['fp8_matmul'] is not "
-            f"given, so nothing is. Add it: one of {', '.join(map(repr, allowed[:-1]))}."
+            "options['fp8_wgrad'] and options['fp8_filter'] say what is computed in float8, but options['fp8_matmul'] "
+            f"is not given, so nothing is. Add it: one of {', '.join(map(repr, allowed[:-1]))}."
         )
 
 
 _GRAPHS = (
-    "Inductor's graphs give gathered parameters and gradients memory that they reuse while collectives of other ranks still "
-    "read it, and replay without the host's part of a step. Capture the whole step instead, collectives included: "
-    "mfsdp_compile.capture_step(model, step)."
+    "Inductor's graphs give gathered parameters and gradients memory that they reuse while collectives of other ranks "
+    "still read it, and replay without the host's part of a step. Capture the whole step instead, collectives "
+    "included: mfsdp_compile.capture_step(model, step)."
 )
 
 

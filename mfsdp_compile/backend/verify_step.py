@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.redistribute import as_real
 from mfsdp_compile.runtime.ranks.agreement import everyones
 
-if TYPE_CHECKING:
-    from ..wrapper import MegatronFSDP
+from ..gradient_methods import GradientMethods
 
 __all__ = ["StepComparison", "compare_step", "unchanged"]
 
@@ -42,7 +41,7 @@ class StepComparison:
 
 
 def compare_step(
-    model: MegatronFSDP,
+    model: GradientMethods,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Mapping[str, Any] | None,
@@ -69,20 +68,21 @@ def compare_step(
         with unchanged(model):
             runs.append(_tensors_of_step(model, call, args, kwargs, loss))
     differences = list(_differences(*runs, tolerance=tolerance, exact=exact))
-    mine = next((text for _, _, text in differences if text), None)
-    everyone = everyones(mine, sharded.group, "steps")
+    failure = next((text for _, _, text in differences if text), None)
+    everyone = everyones(failure, sharded.group, "steps")
     ranks = dist.get_process_group_ranks(sharded.group)
-    if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
+    if failures := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
+        more = f" and {len(failures) - 4} more ranks" if len(failures) > 4 else ""
         raise RuntimeError(
-            f"Compiled and eager differ. {'; '.join(told[:4])}{f' and {len(told) - 4} more ranks' if len(told) > 4 else ''}. "
-            "Weights, gradients and buffers are those of before."
+            f"Compiled and eager differ. {'; '.join(failures[:4])}{more}. Weights, gradients and buffers are those of "
+            "before."
         )
     largest, where = max(((difference, name) for name, difference, _ in differences), default=(0.0, ""))
     return StepComparison(len(differences), largest, where if largest else "")
 
 
 @contextlib.contextmanager
-def unchanged(model: MegatronFSDP) -> Iterator[None]:
+def unchanged(model: GradientMethods) -> Iterator[None]:
     """Restore gradients, buffers and random state on exit. Inside, there are no gradients."""
     buckets = model.sharded.buckets
     attached = [list(bucket.gradients) for bucket in buckets]
@@ -103,7 +103,11 @@ def unchanged(model: MegatronFSDP) -> Iterator[None]:
 
 
 def _tensors_of_step(
-    model: MegatronFSDP, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Callable[[Any], Tensor] | None
+    model: GradientMethods,
+    call: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None,
 ) -> dict[str, Tensor | None]:
     """Run one step, and return its tensors by name, in the order in which they are computed where that is known."""
     with model.sync():
@@ -166,8 +170,8 @@ def _differences(
         allowed = tolerance if tolerance is not None else 0.0 if exact else _epsilon(a.dtype) ** 0.5
         worst = int((a.double() - b.double()).abs().flatten().nan_to_num(float("inf")).argmax())
         text = (
-            f"{name}: {a.flatten()[worst].item():.9g} eagerly and {b.flatten()[worst].item():.9g} compiled at element {worst} "
-            f"(relative difference {difference:.2g}, allowed {allowed:.2g})"
+            f"{name}: {a.flatten()[worst].item():.9g} eagerly and {b.flatten()[worst].item():.9g} compiled at element "
+            f"{worst} (relative difference {difference:.2g}, allowed {allowed:.2g})"
         )
         yield name, difference, "" if difference <= allowed else text
 

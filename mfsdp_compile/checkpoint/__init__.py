@@ -1,6 +1,6 @@
 """Portable checkpoints: written atomically, reloaded on any number of ranks, and safe to load."""
 
-from .dcp_reader import CheckpointError
+from .errors import CheckpointError
 from .folder import Checkpoints
 from .full_state_dict import full_optimizer_state_dict, full_state_dict
 from .loading import Restored, load

@@ -1,6 +1,6 @@
 """Reading checkpoint directories of torch.distributed.checkpoint (DCP) in one process, one tensor at a time.
 
-Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.pickles`).
+Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.dcp_metadata`, :mod:`.archives`).
 
 A DCP directory ::
 
@@ -36,8 +36,10 @@ from torch.futures import Future
 
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, open_regular
 
+from .archives import StoredTensor, check_archive, check_sums, load_object, stored_tensor
+from .dcp_metadata import load_metadata
 from .dcp_writer import CheckpointWriter, new_output
-from .pickles import CheckpointError, StoredTensor, check_archive, check_sums, load_metadata, load_object, stored_tensor
+from .errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -46,19 +48,7 @@ __all__ = [
     "SafeLoadPlanner",
     "SafeReader",
     "new_output",
-    "read_metadata",
 ]
-
-
-def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """Read the metadata of a checkpoint, without running code that its pickle may contain.
-
-    The result always has ``mcore_data``, which may be empty.
-
-    Raises:
-        CheckpointError: If there is none, it is damaged, or it names a class that metadata does not need.
-    """
-    return load_metadata(Path(directory) / ".metadata")
 
 
 class SafeReader(FileSystemReader):
@@ -139,7 +129,7 @@ class CheckpointReader:
         metadata: Name of that file.
 
     Raises:
-        CheckpointError: See :func:`read_metadata`.
+        CheckpointError: See :func:`.load_metadata`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], metadata: str = ".metadata") -> None:
@@ -239,6 +229,10 @@ class CheckpointReader:
         with self._open(info, key) as file:
             return load_object(file, self._named(info, key))
 
+    def read(self, key: str) -> Any:
+        """Return an entry, which may be a tensor or not. Raises what :meth:`tensor` and :meth:`value` raise."""
+        return self.tensor(key) if self.is_tensor(key) else self.value(key)
+
     def raw(self, key: str) -> bytes:
         """Return the serialized bytes of an entry that is not a tensor, checked but not unpickled."""
         info = self._location(MetadataIndex(key))
@@ -305,8 +299,8 @@ class CheckpointReader:
 
     def _unlike(self, info: Any, key: str, sizes: Sequence[int], dtype: torch.dtype, found: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._named(info, key)}: .metadata describes {tuple(sizes)} {dtype}, but the file has {found}. They are not "
-            "of the same checkpoint: copy it again."
+            f"{self._named(info, key)}: .metadata describes {tuple(sizes)} {dtype}, but the file has {found}. They are "
+            "not of the same checkpoint: copy it again."
         )
 
     def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
@@ -459,6 +453,7 @@ class _FileRange(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._at)
-        count: int = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0  # type: ignore[attr-defined]
+        wanted = memoryview(buffer)[: max(self._length - self._at, 0)]
+        count: int = self._file.readinto(wanted) or 0  # type: ignore[attr-defined]
         self._at += count
         return count

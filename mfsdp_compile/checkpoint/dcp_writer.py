@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.untrusted_files import remove
 
-from .disk_space import explaining_full_disks
-from .pickles import CheckpointError, dump_object
+from .archives import dump_object
+from .errors import CheckpointError, explaining_full_disks
 
 __all__ = ["CheckpointWriter", "new_output"]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mfsdp_compile.runtime.init.mersenne import words_of
 
-from .pickles import CheckpointError, check_archive
+from .archives import check_archive
+from .errors import CheckpointError
 
 __all__ = [
     "GENERATORS",
@@ -126,7 +127,7 @@ def extra_to_tensor(extra: Any) -> Tensor:
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise TypeError(
-            f"extra can hold tensors, numbers, strings, and lists, tuples and dicts of them; what it holds could not be "
+            "extra can hold tensors, numbers, strings, and lists, tuples and dicts of them; what it holds could not be "
             f"loaded without running code ({reason})."
         ) from None
     return tensor

@@ -35,17 +35,19 @@ from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 from mfsdp_compile.wrapper import unwrapped
 
-from .dcp_reader import CheckpointError
+from .errors import CheckpointError, as_checkpoint_error
 from .extra_state import extra_to_tensor, get_generators
-from .loading import PATIENCE, Restored, as_checkpoint_error, load
+from .loading import PATIENCE, Restored, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sharded_part, sync_directory
 
 __all__ = ["LOCK", "Checkpoints", "locked"]
 
 LOCK_PATIENCE = 60.0
-"""Seconds to wait for a process that starts or publishes a save in the same folder. That takes milliseconds, and as long as
-it takes to remove an old checkpoint."""
+"""Seconds to wait for a process that starts or publishes a save in the same folder.
+
+That takes milliseconds, and as long as it takes to remove an old checkpoint.
+"""
 
 _LATEST = "latest"
 _SAVE = "a save of a checkpoint"
@@ -71,9 +73,9 @@ class Checkpoints:
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
-    a training that was restarted from scratch), saving goes on, also at the same time, because a mistake in one job must
-    not cost the work of another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
-    names the others.
+    a training that was restarted from scratch), saving goes on, also at the same time, because a mistake in one job
+    must not cost the work of another. ``keep`` then counts and removes only checkpoints of this run and of those that
+    it continues, and a warning names the others.
 
     Args:
         root: The folder; created if necessary. All machines must share it.
@@ -87,7 +89,9 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs, and folders with a damaged manifest, that have been named in a warning
+        self._warned_of: set[str] = (
+            set()
+        )  # runs, and folders with a damaged manifest, that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -195,8 +199,8 @@ class Checkpoints:
     ) -> Future[Path]:
         """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
 
-        The next save waits for this one, and so do :meth:`wait`, ``destroy_process_group()`` and the end of the program. A
-        failure is logged as an error when it happens, whether or not anybody asks for it.
+        The next save waits for this one, and so do :meth:`wait`, ``destroy_process_group()`` and the end of the
+        program. A failure is logged as an error when it happens, whether or not anybody asks for it.
 
         Returns:
             A future of the folder. Its exception is the one that :meth:`save` would raise.
@@ -262,8 +266,8 @@ class Checkpoints:
             self.wait()
             if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
-                    f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
-                    "optimizer's step, or drop them with model.zero_grad_buffer()."
+                    f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after "
+                    "the optimizer's step, or drop them with model.zero_grad_buffer()."
                 )
             state["model"] = model.state_dict()
             if optimizer is not None:
@@ -346,8 +350,8 @@ class Checkpoints:
         complete, damaged = self._find()
         self._warn_of_others(complete, lineage)
         for path, error in damaged:
-            if path.name not in self._told:
-                self._told.add(path.name)
+            if path.name not in self._warned_of:
+                self._warned_of.add(path.name)
                 warn(f"A checkpoint is skipped: {error}", by=None)
         serial = complete[-1][0].serial + 1 if complete else 0
         names = itertools.chain([f"step-{step:08}"], (f"step-{step:08}.{number}" for number in itertools.count(1)))
@@ -361,14 +365,14 @@ class Checkpoints:
     def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
         others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
         for run, (manifest, path) in others.items():
-            if run in self._told:
+            if run in self._warned_of:
                 continue
-            self._told.add(run)
+            self._warned_of.add(run)
             if run in lineage.refused:
                 warn(
-                    f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: {lineage.refused[run]} "
-                    f"This run, {lineage.run}, goes on from an earlier one, and does not remove them. Remove what is "
-                    "damaged, or move it elsewhere.",
+                    f"{self.root} holds checkpoints of another run, {run}, which could not be loaded: "
+                    f"{lineage.refused[run]} This run, {lineage.run}, goes on from an earlier one, and does not "
+                    "remove them. Remove what is damaged, or move it elsewhere.",
                     by=None,
                 )
                 continue
@@ -376,8 +380,8 @@ class Checkpoints:
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
                 "and does not remove it. If another job is at work, give each a folder of its own: loading takes the "
-                "last checkpoint of all. If this training was started over, remove the old checkpoints; if it should go "
-                "on from them, load first.",
+                "last checkpoint of all. If this training was started over, remove the old checkpoints; if it should "
+                "go on from them, load first.",
                 by=None,
             )
 
@@ -424,8 +428,8 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
 
-        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits end
-        within the model's timeout if a process does not answer.
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may. Waits
+        end within the model's timeout if a process does not answer.
         """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         works = ranks in self._groups and self._groups[ranks] not in compat.broken_groups()
@@ -490,8 +494,8 @@ def locked(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{folder / LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process that "
-                        "saves into this folder stopped?"
+                        f"{folder / LOCK} has been locked by another process for {LOCK_PATIENCE:.0f} s. Is a process "
+                        "that saves into this folder stopped?"
                     ) from None
             time.sleep(0.05)
         try:

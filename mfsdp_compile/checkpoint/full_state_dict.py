@@ -34,8 +34,8 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     Parameters are gathered bucket by bucket: no rank ever holds two copies of the model, and the other ranks hold none.
 
     Args:
-        model: The sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`. Names are those of its module, dtypes
-            those of the shards.
+        model: The sharded model, of ``fully_shard_model`` or :mod:`mfsdp_compile.fsdp2`. Names are those of its
+            module, dtypes those of the shards.
         rank: The rank that gets the state dict, in the process group of the model's ranks. None: all ranks.
 
     Returns:
@@ -158,5 +158,5 @@ def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]
         dist.gather_object(own, found, dst=rank)
     if found is None:
         return {}
-    state = {name: held for its in reversed(found) for name, held in its.items() if held}
+    state = {name: held for of_rank in reversed(found) for name, held in of_rank.items() if held}
     return {**state_dict, "state": state}

@@ -21,9 +21,9 @@ BATCH_BYTES = 64 << 20
 class HostCopies(Generic[Key]):
     """Copies tensors to CPU memory. A tensor may be dropped as soon as it has been added.
 
-    A GPU's tensors are queued in batches for a copy to pinned memory, and the host waits once for each batch. Results are
-    in ordinary memory: pinned memory of the size of a model would be missed elsewhere, and torch would keep it. While the
-    host copies one batch there, the GPU goes on with the next.
+    A GPU's tensors are queued in batches for a copy to pinned memory, and the host waits once for each batch. Results
+    are in ordinary memory: pinned memory of the size of a model would be missed elsewhere, and torch would keep it.
+    While the host copies one batch there, the GPU goes on with the next.
 
     Copies of a GPU's tensors are complete in the order in which they were added, those of the CPU's at once.
     """

@@ -1,8 +1,5 @@
 """Reading a checkpoint into a sharded model and its optimizer, from any program and any number of ranks.
 
-Names are those of the module that was sharded. Other programs put prefixes before them (``model.``, ``module.``); the
-prefix with which most names match is used, so checkpoints of plain models, DDP and FSDP2 work.
-
 A load has phases. An error on any rank, in any of them, is an error on all ranks::
 
     plan       compare names, shapes and dtypes; every tensor is covered exactly once, by files that are long enough
@@ -28,10 +25,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +36,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
-from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, initial_state, optimizer_name, state_dict_groups
-from mfsdp_compile.runtime.optim.whole_step import whole_step_of
-from mfsdp_compile.runtime.owner import name_of
-from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.optim.state import optimizer_name
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
-from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
+from .dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
+from .errors import CheckpointError, as_causes
 from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_generators
+from .load_plan import LoadPlan
 from .manifest import Manifest, damaged_files, read_manifest
-from .megatron_states import PREFIX as MEGATRON_PREFIX
-from .megatron_states import MegatronStates
-from .weights import inner_name
 
-__all__ = ["Restored", "as_checkpoint_error", "load"]
+__all__ = ["Restored", "load"]
 
-EXTRA_STATE = "_extra_state"
-"""Last part of the names of the values that modules return from ``get_extra_state``."""
-
-_MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
-_NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
-
-MOST_TOLD = 400
+MOST_CHARACTERS = 400
 """Characters of an error that are kept for later warnings."""
 
 PATIENCE = timedelta(hours=1)
@@ -97,16 +79,6 @@ class Restored:
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-
-
-@dataclass
-class _Comparison:
-    """Differences between the model and a checkpoint, by names for messages."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    reshaped: list[tuple[str, str]] = field(default_factory=list)
-    cast: list[tuple[str, str]] = field(default_factory=list)
 
 
 def load(
@@ -153,14 +125,17 @@ def load(
     loads: list[_Load] = []
 
     def prepare() -> list[str]:
-        patterns = [
-            [p] if isinstance(p, str) else list(p)
-            for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
-        ]
+        given = {
+            "missing": allow_missing,
+            "unexpected": allow_unexpected,
+            "reshaped": allow_reshaped,
+            "cast": allow_cast,
+        }
+        allowed = {kind: [held] if isinstance(held, str) else list(held) for kind, held in given.items()}
         manifest = _manifest_of(directory, verify)
         _check_files(directory, manifest, verify, everyone)
         try:
-            loads.append(_Load(directory, model, optimizer, _Allowed(*patterns), manifest, generators, verify))
+            loads.append(_Load(directory, model, optimizer, allowed, manifest, generators, verify))
             return loads[0].prepare()
         except CheckpointError:
             raise
@@ -175,8 +150,8 @@ def load(
         with contextlib.suppress(CheckpointError):
             lineage = model.sharded.lineage
             if (refused := read_manifest(directory)) is not None and not lineage.has(refused.run):
-                told = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_TOLD]
-                lineage.refused[refused.run] = f"{directory.name}: {told}"
+                in_words = "".join(filter(str.isprintable, " ".join(str(error).split())))[:MOST_CHARACTERS]
+                lineage.refused[refused.run] = f"{directory.name}: {in_words}"
         raise
     (found,) = loads
     try:
@@ -215,14 +190,6 @@ def _manifest_of(directory: Path, verify: bool | None) -> Manifest | None:
         raise
 
 
-@dataclass(frozen=True)
-class _Allowed:
-    missing: Sequence[str]
-    unexpected: Sequence[str]
-    reshaped: Sequence[str]
-    cast: Sequence[str]
-
-
 class _Load:
     """A load, in its phases. The first ones need no communication.
 
@@ -235,7 +202,7 @@ class _Load:
         directory: Path,
         model: MegatronFSDP,
         optimizer: torch.optim.Optimizer | None,
-        allowed: _Allowed,
+        allowed: Mapping[str, Sequence[str]],
         manifest: Manifest | None,
         generators: bool,
         verify: bool | None,
@@ -257,11 +224,11 @@ class _Load:
             and manifest.optimizer not in (None, optimizer_name(optimizer))
         ):
             raise CheckpointError(
-                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
-                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. Nothing was "
-                "loaded."
+                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into "
+                f"one of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. "
+                "Nothing was loaded."
             )
-        self._plan = _LoadPlan(self._reader, model, optimizer, allowed)
+        self._plan = LoadPlan(self._reader, model, optimizer, allowed)
         ranks = dist.get_world_size(self._sharded.everyone)
         self._with_generators = generators and manifest is not None and manifest.world_size == ranks
 
@@ -270,8 +237,8 @@ class _Load:
         needed = {".metadata", *(info.relative_path for info in self._reader.metadata.storage_data.values())}
         if unlisted := sorted(needed - set(manifest.files)):
             raise CheckpointError(
-                f"{self._directory}: the manifest does not list {', '.join(unlisted[:4])}, so it proves nothing about the "
-                "values there. Use another checkpoint; verify=False loads it unverified."
+                f"{self._directory}: the manifest does not list {', '.join(unlisted[:4])}, so it proves nothing about "
+                "the values there. Use another checkpoint; verify=False loads it unverified."
             )
 
     def prepare(self) -> list[str]:
@@ -308,9 +275,9 @@ class _Load:
                 expected = GENERATORS.get(name)
                 if name not in found or not reader.is_tensor(found[name]):
                     raise ValueError(f"the state of {name!r} is missing")
-                its = reader.dtype(found[name]), tuple(reader.shape(found[name]))
-                if its != (expected or (torch.uint8, its[1])):
-                    raise ValueError(f"the state of {name!r} is {its[1]} {its[0]}")
+                stored = reader.dtype(found[name]), tuple(reader.shape(found[name]))
+                if stored != (expected or (torch.uint8, stored[1])):
+                    raise ValueError(f"the state of {name!r} is {stored[1]} {stored[0]}")
                 self._generators[name] = reader.tensor(found[name])
             check_generators(self._generators)
         except (ValueError, RuntimeError) as error:
@@ -351,7 +318,8 @@ class _Load:
     def finish(self) -> Restored:
         """Continue with the new weights. All ranks have them."""
         self._plan.compare_twins()
-        sharded, manifest, compared = self._sharded, self._manifest, self._plan.compared
+        sharded, manifest = self._sharded, self._manifest
+        names = {kind: [name for name, _ in found] for kind, found in self._plan.differences.items()}
         sharded.zero_gradients()  # they belong to other weights
         sharded.grad_sync.microbatches = 0
         if manifest is not None:
@@ -365,9 +333,9 @@ class _Load:
             self._extra,
             bool(self._generators),
             manifest.world_size if manifest is not None else None,
-            tuple(compared.unexpected),
-            tuple([*compared.missing, *(name for name, _ in compared.reshaped)]),
-            tuple(name for name, _ in compared.cast),
+            left_out=tuple(names["unexpected"]),
+            kept=(*names["missing"], *names["reshaped"]),
+            cast=tuple(names["cast"]),
         )
 
     def _read(self, targets: dict[str, Any], only_checks: bool = False) -> None:
@@ -382,388 +350,3 @@ class _Load:
                 dcp.load(targets, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
             except CheckpointException as error:
                 raise CheckpointError("; ".join(as_causes(error))) from error
-
-
-class _LoadPlan:
-    """Which stored key goes where. Made without communication, from information that is the same on all ranks.
-
-    Raises:
-        CheckpointError: If the checkpoint does not match.
-    """
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        model: MegatronFSDP,
-        optimizer: torch.optim.Optimizer | None,
-        allowed: _Allowed,
-    ) -> None:
-        self.in_place: dict[str, Tensor] = {}  # by stored key: the model's own memory
-        self.staged: dict[str, Any] = {}  # memory of the load's; None for what is not a tensor
-        self.compared = _Comparison()
-        self._optimizer = optimizer
-        self._reader = reader
-        self._stored = reader.metadata.state_dict_metadata
-        self._extra_states: dict[str, Any] = {}  # by name in the module
-        self._not_in_place: dict[str, str] = {}  # name in the module -> stored key: for load_state_dict
-        self._twins: list[
-            tuple[str, str, str, Any]
-        ] = []  # two names of one parameter, stored key of the second, target
-        self._module = model.module
-        self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
-        self._steps: dict[str, Tensor] = {}  # parameter's name -> its steps, where the checkpoint counts them by group
-        self._initial: dict[tuple[str, str], Any] = {}  # parameter's name, and a state that the checkpoint lacks
-        self._megatron_name: dict[str, str] = {}  # parameter's name -> its name in the checkpoint
-        self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
-        self._used: set[str] = set()
-        names = {inner_name(name) for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        self._megatron = MegatronStates.of(reader, names)
-        self._plan_model()
-        if optimizer is not None:
-            self._plan_optimizer(optimizer)
-        self._refuse(allowed)
-        for key in [*self.in_place, *self.staged, *self._elsewhere]:
-            self._reader.check(key)
-        self._groups = self._plan_groups(optimizer) if optimizer is not None else []
-
-    def described(self) -> list[tuple[str, str]]:
-        """Return what is read, here or on other ranks."""
-        return [
-            (key, _describe(info))
-            for key, info in self._stored.items()
-            if key in self.in_place or key in self.staged or key in self._elsewhere
-        ]
-
-    # -- the model ----------------------------------------------------------------------------------------------------
-
-    def _plan_model(self) -> None:
-        state = self._module.state_dict()
-        inner = {inner_name(name): name for name in state}
-        prefix = max(_MODEL_PREFIXES, key=lambda prefix: sum(name in inner for name in self._of_model(prefix)))
-        stored = self._of_model(prefix)
-        # A tied parameter has several names here, and possibly only one of them in the checkpoint.
-        params = dict(self._module.named_parameters(remove_duplicate=False))
-        buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        names_of: dict[int, list[str]] = {}
-        for name, param in params.items():
-            names_of.setdefault(id(param), []).append(name)
-        first_found: dict[int, str] = {}
-        for name, value in state.items():
-            if name.rpartition(".")[2] == EXTRA_STATE:
-                self._plan_extra_state(name, stored)
-                continue
-            found = stored.get(inner_name(name))
-            if found is None:
-                twins = names_of.get(id(params.get(name)), ())
-                if not any(inner_name(twin) in stored for twin in twins):
-                    self.compared.missing.append(f"model.{name}")
-                continue
-            self._used.add(found)
-            if not isinstance(value, Tensor):
-                if isinstance(self._stored[found], BytesStorageMetadata):
-                    self.staged[found] = None
-                    self._not_in_place[name] = found
-                else:
-                    self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
-            elif self._fits(f"model.{name}", found := self._best(name, found, value.dtype), value.shape, value.dtype):
-                own = params.get(name, buffers.get(name))
-                if own is None or _address(own) != _address(value):  # created by a hook of the module
-                    self.staged[found] = _beside(value)
-                    self._not_in_place[name] = found
-                elif (first := first_found.setdefault(id(own), name)) is not name and name in params:
-                    self.staged[found] = _beside(value)
-                    self._twins.append((first, name, found, value))
-                else:
-                    self.in_place[found] = value
-        self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
-
-    def _best(self, name: str, key: str, dtype: torch.dtype) -> str:
-        """Return the key to load a weight from: that of its main weight, if this has the dtype of the shard."""
-        main = self._megatron.main_weights.get(inner_name(name)) if self._megatron is not None else None
-        if main is None or not self._reader.is_tensor(main):
-            return key
-        return main if self._reader.dtype(main) == dtype else key
-
-    def _of_model(self, prefix: str) -> dict[str, str]:
-        """Return the stored keys by their names in the module, assuming that ``prefix`` precedes them."""
-        keys = [key for key in self._stored if key.startswith(prefix)]
-        if not prefix:
-            keys = [key for key in keys if not key.startswith(_NOT_OF_MODEL) and key != "extra"]
-        return {inner_name(key.removeprefix(prefix)): key for key in keys}
-
-    def _plan_extra_state(self, name: str, stored: dict[str, str]) -> None:
-        """Plan a result of ``get_extra_state``: a value, a tensor, or a dictionary of these that DCP has flattened."""
-        keys = {
-            inner: key
-            for inner, key in stored.items()
-            if inner == inner_name(name) or inner.startswith(f"{inner_name(name)}.")
-        }
-        if not keys:
-            self.compared.missing.append(f"model.{name}")
-            return
-        self._used.update(keys.values())
-        if inner_name(name) in keys:
-            self._extra_states[name] = self._value(keys[inner_name(name)])
-            return
-        whole: dict[str, Any] = {}
-        for key in keys.values():
-            path = [*self._path(key)]
-            position = max(i for i, step in enumerate(path) if str(step).endswith(EXTRA_STATE))
-            compat.set_element(whole, (EXTRA_STATE, *path[position + 1 :]), self._value(key))
-        self._extra_states[name] = whole[EXTRA_STATE]
-
-    def _path(self, key: str) -> tuple[Any, ...]:
-        """Return the path of a stored value in the dictionaries and lists that were saved."""
-        return self._recorded_path(key) or tuple(key.split("."))
-
-    def _recorded_path(self, key: str) -> tuple[Any, ...]:
-        """Return the path that the checkpoint records; empty if it records none."""
-        return (self._reader.metadata.planner_data or {}).get(key, ())
-
-    def _value(self, key: str) -> Any:
-        return self._reader.tensor(key) if self._reader.is_tensor(key) else self._reader.value(key)
-
-    # -- the optimizer ------------------------------------------------------------------------------------------------
-
-    def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        params = {}
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            params[name_of(param)] = param
-        first_name = {id(param): name for name, param in params.items()}
-        by_inner = {inner_name(name): name for name in params}
-        for name, param in self._module.named_parameters(remove_duplicate=False):  # other names of tied ones
-            if id(param) in first_name:
-                by_inner[inner_name(name)] = first_name[id(param)]
-        self._name_in_optimizer = by_inner
-        self._optimizer_prefix = max(
-            (MEGATRON_PREFIX, "module.", ""),
-            key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix)),
-        )
-        reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
-        whole = whole_step_of(optimizer)
-        with_state: dict[str, set[str]] = {}  # parameter's name -> its entries
-        for key, info in self._stored.items():
-            if not key.startswith("optimizer.state.") or self._is_empty_state(key):
-                continue
-            name, state = self._state_key(key)
-            owner = by_inner.get(name)
-            if owner is None:
-                self.compared.unexpected.append(f"optimizer.{name}.{state}")
-                continue
-            if self._megatron is not None and self._megatron.is_main_weight(key):
-                continue
-            with_state.setdefault(owner, set()).add(state)
-            param = params[owner]
-            if owner in reshaped:  # a part of its state is useless; the state starts fresh
-                self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
-                continue
-            if whole is not None and not whole.owns(param):
-                self._elsewhere.add(key)
-                continue
-            self._state_of[key] = (owner, state) if whole is None else (owner, *self._state_path(key)[1:])
-            if isinstance(info, BytesStorageMetadata):
-                self.staged[key] = None
-            elif whole is not None or not follows_rows(state, info.size, param):
-                self._reader.check(key)  # before memory is allocated for it
-                self.staged[key] = torch.empty(info.size, dtype=info.properties.dtype)
-            else:
-                dtype = info.properties.dtype
-                if dtype.is_floating_point and dtype != param.dtype:
-                    self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
-                    dtype = param.dtype
-                self.staged[key] = _beside(param, dtype)
-            if self._megatron is not None:
-                self._megatron_name[owner] = name
-                if (step := self._megatron.step_of(name)) is not None:
-                    self._steps[owner] = step
-        if with_state or not any(key.startswith("optimizer.") for key in self._stored):
-            self.compared.missing += [
-                f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
-            ]
-
-        self._plan_missing_entries(optimizer, {name: its for name, its in with_state.items() if name not in reshaped})
-
-    def _plan_missing_entries(self, optimizer: torch.optim.Optimizer, with_state: dict[str, set[str]]) -> None:
-        """Plan initial values for what some of the checkpoint's parameters lack of their state: a step would fail."""
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                name = name_of(param)
-                if name not in with_state:
-                    continue
-                entries = with_state[name] | ({"step"} if name in self._steps else set())
-                for entry, first in initial_state(optimizer, group, param).items():
-                    if entry not in entries:
-                        self.compared.missing.append(f"optimizer.{name}.{entry}")
-                        self._initial[name, entry] = first
-
-    def _is_empty_state(self, key: str) -> bool:
-        """Whether a stored value is the empty state of a parameter that another rank stepped (``whole=True``)."""
-        return len(self._recorded_path(key)) == 3 and isinstance(self._stored[key], BytesStorageMetadata)
-
-    def _with_state(self, prefix: str) -> set[str]:
-        start = f"optimizer.state.{prefix}"
-        keys = (key.removeprefix(start) for key in self._stored if key.startswith(start))
-        return {inner_name(key.rpartition(".")[0]) for key in keys}
-
-    def _state_key(self, key: str) -> tuple[str, str]:
-        """Return the parameter's name and the name of its state."""
-        name, state = map(str, self._state_path(key)[:2])
-        return inner_name(name.removeprefix(self._optimizer_prefix)), state
-
-    def _state_path(self, key: str) -> tuple[Any, ...]:
-        """Return the stored name of a parameter, and the path of a value in its state."""
-        path = self._recorded_path(key)
-        return path[2:] if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
-
-    def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the stored settings of their parameters.
-
-        New parameters take the settings of their group.
-        """
-        stored: dict[int, dict[str, Any]] = {}
-        for key in self._stored if self._megatron is None else ():
-            if key.startswith("optimizer.param_groups."):
-                number, *setting = self._path(key)[2:]
-                if str(number).isdecimal():  # else torch's form by parameter: the program's settings apply
-                    compat.set_element(stored.setdefault(int(number), {}), tuple(setting), self._value(key))
-        group_of = {}
-        for number, group in stored.items():
-            for name in group.get("params", ()):
-                known = self._name_in_optimizer.get(inner_name(str(name).removeprefix(self._optimizer_prefix)))
-                group_of[f"{PREFIX}{known}"] = number
-        groups = []
-        for i, group in enumerate(state_dict_groups(optimizer)):
-            sources = {group_of[name] for name in group["params"] if name in group_of}
-            if len(sources) > 1:
-                raise CheckpointError(
-                    f"Parameter group {i} of the {type(optimizer).__name__} holds parameters of the groups "
-                    f"{sorted(sources)} of {self._reader.directory}, so it has no single learning rate. Use the same "
-                    "parameter groups as when it was saved. Nothing was loaded."
-                )
-            settings = stored[sources.pop()] if sources else {}
-            if self._megatron is not None:
-                settings = self._megatron_settings(i, group)
-            own: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-            groups.append({**group, **settings, **own})
-        return groups
-
-    def _megatron_settings(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of Megatron's groups that a group of the optimizer has too."""
-        assert self._megatron is not None
-        names = [self._megatron_name.get(str(name).removeprefix(PREFIX)) for name in group["params"]]
-        found = [
-            {key: value for key, value in self._megatron.settings_of(name).items() if key in group}
-            for name in names
-            if name is not None
-        ]
-        if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
-            raise CheckpointError(
-                f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
-                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was saved. "
-                "Nothing was loaded."
-            )
-        return found[0] if found else {}
-
-    # -- model and optimizer ------------------------------------------------------------------------------------------
-
-    def _fits(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> bool:
-        info = self._stored[key]
-        if not isinstance(info, TensorStorageMetadata) or info.size != shape:
-            there = tuple(info.size) if isinstance(info, TensorStorageMetadata) else "no tensor"
-            self.compared.reshaped.append((name, f"{there} there, {tuple(shape)} here"))
-            return False
-        if info.properties.dtype != dtype:
-            self.compared.cast.append((name, f"{info.properties.dtype} there, {dtype} here"))
-        return True
-
-    def _refuse(self, allowed: _Allowed) -> None:
-        def other(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-            return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-        def explained(pairs: Sequence[tuple[str, str]], patterns: Sequence[str]) -> list[str]:
-            left = set(other([name for name, _ in pairs], patterns))
-            return [f"{name} ({what})" for name, what in pairs if name in left]
-
-        complaints = {
-            "missing (allow_missing)": other(self.compared.missing, allowed.missing),
-            "unexpected (allow_unexpected)": other(self.compared.unexpected, allowed.unexpected),
-            "of another shape (allow_reshaped)": explained(self.compared.reshaped, allowed.reshaped),
-            "of another dtype (allow_cast)": explained(self.compared.cast, allowed.cast),
-        }
-        lines = [f"  {what}: {_listed(names)}" for what, names in complaints.items() if names]
-        if lines:
-            raise CheckpointError(
-                f"{self._reader.directory} does not fit the model. Nothing was loaded.\n"
-                + "\n".join(lines)
-                + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' do."
-            )
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, of what has been read."""
-        if self._optimizer is None:
-            return {}
-        state: dict[str, dict[str, Any]] = {}
-        for key, (name, *path) in self._state_of.items():
-            compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), self.staged[key])
-        for (name, entry), first in self._initial.items():
-            state[f"module.{name}"][entry] = first
-        for name, step in self._steps.items():
-            state[f"module.{name}"].setdefault("step", step.clone())
-        if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says
-            state = {f"module.{name}": {} for name in self._name_in_optimizer.values()} | state
-        return {"state": state, "param_groups": self._groups}
-
-    def load_rest(self) -> None:
-        """Load what modules take from ``load_state_dict`` only."""
-        rest = {name: self.staged[key] for name, key in self._not_in_place.items()} | self._extra_states
-        for name, value in rest.items():
-            self._module.load_state_dict({name: value}, strict=False)
-
-    def compare_twins(self) -> None:
-        """Warn of two values of one parameter."""
-        for first, second, key, loaded in self._twins:
-            if not torch.equal(_local(self.staged[key]), _local(loaded)):
-                warn(
-                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different "
-                    f"values for them. The values of {first!r} were loaded.",
-                    by=None,
-                )
-
-
-def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
-    """Turn torch's exception into a CheckpointError with the errors of the failed ranks.
-
-    ``except Exception`` does not catch torch's own exception.
-    """
-    ranks = ", ".join(map(str, sorted(error.failures)[:8]))
-    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(as_causes(error))}")
-
-
-def as_causes(error: CheckpointException) -> list[str]:
-    """Return what failed, on whichever rank. Without communication, torch calls every rank 0."""
-    return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    local = _local(tensor)
-    return local.data_ptr(), tuple(local.shape)
-
-
-def _beside(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return new memory for this rank's part of a tensor."""
-    if not isinstance(tensor, RowShardedTensor):
-        return torch.empty_like(tensor.detach(), dtype=dtype)
-    local = torch.empty_like(tensor.to_local().detach(), dtype=dtype)
-    return RowShardedTensor.wrap(local, tensor.row_split, tensor.topology)
-
-
-def _describe(info: TensorStorageMetadata | BytesStorageMetadata) -> str:
-    return f"{tuple(info.size)} {info.properties.dtype}" if isinstance(info, TensorStorageMetadata) else "a value"
-
-
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.untrusted_files import (
     whole,
 )
 
-from .dcp_reader import CheckpointError
+from .errors import CheckpointError
 
 __all__ = [
     "MANIFEST",
@@ -81,8 +81,8 @@ class Manifest:
             error.
         versions: Versions of torch, this package and Python.
         rng: Whether it contains the state of the random number generators of each rank.
-        run: The run that wrote it (:class:`~mfsdp_compile.runtime.model.run_lineage.Lineage`). Empty: a process that converted
-            it.
+        run: The run that wrote it (:class:`~mfsdp_compile.runtime.model.run_lineage.Lineage`). Empty: a process that
+            converted it.
         continues: Runs that this run continued, by loading their checkpoints.
         refused: What was wrong with checkpoints of other runs that these runs could not load, by run.
         optimizer: Class of the optimizer whose state it contains. None: no optimizer, or unknown.

@@ -2,13 +2,13 @@
 
 ::
 
-    optimizer.state.module.module.module.layers.0.weight.exp_avg              a state
-    optimizer.state.module.module.module.layers.0.weight.param                the main weight, in float32
-    optimizer.param_to_group_meta.module.module.module.layers.0.weight.lr     a setting of a parameter, if groups were mapped
-    optimizer.param_groups.0.step                                             a setting of a group, which names no parameters
+    optimizer.state.module.module.module.layers.0.weight.exp_avg           a state
+    optimizer.state.module.module.module.layers.0.weight.param             the main weight, in float32
+    optimizer.param_to_group_meta.module.module.module.layers.0.weight.lr  a parameter's setting, if groups were mapped
+    optimizer.param_groups.0.step                                          a group's setting; it names no parameters
 
-Megatron counts steps by group, torch by parameter. It keeps weights in the dtype of the model, and main weights among the
-states of the optimizer; here the shards are the main weights.
+Megatron counts steps by group, torch by parameter. It keeps weights in the dtype of the model, and main weights among
+the states of the optimizer; here the shards are the main weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dcp_reader import CheckpointError, CheckpointReader
+from .dcp_reader import CheckpointReader
+from .errors import CheckpointError
 
 __all__ = ["PREFIX", "MegatronStates"]
 
@@ -67,9 +68,9 @@ class MegatronStates:
         groups: dict[tuple[str, str], dict[str, Any]] = {}
         for key in reader:
             if match := _OF_PARAMETER.fullmatch(key):
-                settings.setdefault(match[1], {})[match[2]] = _value(reader, key)
+                settings.setdefault(match[1], {})[match[2]] = reader.read(key)
             elif (match := _OF_GROUP.fullmatch(key)) and match[3] != "params":
-                groups.setdefault((match[1] or "", match[2]), {})[match[3]] = _value(reader, key)
+                groups.setdefault((match[1] or "", match[2]), {})[match[3]] = reader.read(key)
         main_weights = {match[1]: key for key, match in found if match[2] in _MAIN_WEIGHTS}
         return cls(str(reader.directory), main_weights, settings, tuple(groups.values()))
 
@@ -98,7 +99,3 @@ class MegatronStates:
                 "again, with --param-to-param-group-map-json. Nothing was loaded."
             )
         return torch.tensor(float(found[0]))
-
-
-def _value(reader: CheckpointReader, key: str) -> Any:
-    return reader.tensor(key) if reader.is_tensor(key) else reader.value(key)

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
-from .disk_space import explaining_full_disks
+from .errors import explaining_full_disks
 from .manifest import FileRecord, Manifest, hash_file
 
 __all__ = ["PublishingWriter", "sharded_part", "sync_directory"]

@@ -101,7 +101,7 @@ class ShardedWeights:
         return [param for param in known if id(param) in own] + self._others()
 
     def wholes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield parameters and their whole tensors. A collective: all ranks exhaust the iterator. Memory: one bucket."""
+        """Yield parameters and their whole tensors, bucket by bucket. Collective: all ranks exhaust the iterator."""
         own = {id(param) for param in self.module.parameters()}
         for owner in self.owners:
             yield from owner.wholes(own)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -75,7 +78,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run a command that a function of this module has added. Returns the exit status.
 
-    An error prints its reason and returns 2. Of several processes that torchrun has started, the first one does the work.
+    An error prints its reason and returns 2. Of several processes that torchrun has started, the first one does the
+    work.
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -161,15 +165,14 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(given: argparse.Namespace) -> int:
-    plan = _plan(given)
-    return _carry_out(plan, given)
+    return _carry_out(_plan(given), given)
 
 
 def _plan(given: argparse.Namespace) -> ConversionPlan:
     source: Path = given.source
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
-    came = given.source_format or _format_of(source)
+    source_format = given.source_format or _format_of(source)
     single = given.out.suffix == ".safetensors"
     to = given.format or ("huggingface" if single else "fsdp_dtensor")
     try:
@@ -187,21 +190,21 @@ def _plan(given: argparse.Namespace) -> ConversionPlan:
     )
     tied = [] if given.no_tied else given.tie
     hub = huggingface.HuggingFaceOptions(prefixes, tied, given.dtype, given.max_shard_size, given.files_from)
-    if (came, to) == ("torch_dist", "fsdp_dtensor"):
-        return from_torch_dist.plan_to_fsdp(source, megatron)
-    if (came, to) == ("fsdp_dtensor", "torch_dist"):
-        return plan_to_torch_dist(source, megatron)
-    if (came, to) == ("huggingface", "fsdp_dtensor"):
-        return huggingface.plan_from_huggingface(source, hub)
-    if (came, to) == ("fsdp_dtensor", "huggingface"):
-        return huggingface.plan_to_huggingface(source, hub, single)
-    if came == to:
+    planners: dict[tuple[str, str], Callable[[], ConversionPlan]] = {
+        ("torch_dist", "fsdp_dtensor"): lambda: from_torch_dist.plan_to_fsdp(source, megatron),
+        ("fsdp_dtensor", "torch_dist"): lambda: plan_to_torch_dist(source, megatron),
+        ("huggingface", "fsdp_dtensor"): lambda: huggingface.plan_from_huggingface(source, hub),
+        ("fsdp_dtensor", "huggingface"): lambda: huggingface.plan_to_huggingface(source, hub, single),
+    }
+    if (source_format, to) in planners:
+        return planners[source_format, to]()
+    if source_format == to:
         raise CheckpointError(
-            f"{source} is {came} already. Pass the format to convert to with --to: {', '.join(FORMATS)}."
+            f"{source} is {source_format} already. Pass the format to convert to with --to: {', '.join(FORMATS)}."
         )
     raise CheckpointError(
-        f"{source} is {came}: its parameters are split and named differently from those of {to}, in a way specific to "
-        "each model. Use the model's own converter (Megatron Bridge)."
+        f"{source} is {source_format}: its parameters are split and named differently from those of {to}, in a way "
+        "specific to each model. Use the model's own converter (Megatron Bridge)."
     )
 
 
@@ -251,26 +254,15 @@ def _carry_out(plan: ConversionPlan, given: argparse.Namespace) -> int:
     return 0
 
 
-class _progress:
-    """A progress bar on stderr. Call it with the number of bytes that were written."""
+@contextlib.contextmanager
+def _progress(total: int, name: str) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr. Yields a function that takes the number of bytes that were written."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    def __init__(self, total: int, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task(name, total=total)
-
-    def __enter__(self) -> _progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, nbytes: int) -> None:
-        self._bar.advance(self._task, nbytes)
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield functools.partial(bar.advance, bar.add_task(name, total=total))
 
 
 def _inspect(given: argparse.Namespace) -> int:

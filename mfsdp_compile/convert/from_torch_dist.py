@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mfsdp_compile.checkpoint.archives import load_object
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
-from mfsdp_compile.checkpoint.pickles import load_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, open_regular
 
 from . import keys
@@ -171,20 +171,19 @@ def _stays(key: str, plan: ConversionPlan) -> bool:
     if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
             f"The optimizer is stored by communication buckets ({key}), which do not name their parameters: only the "
-            "model and the parallel layout that wrote them can read them. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's state "
-            "by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), or "
-            "without the optimizer (--no-save-optim). To convert the weights alone: mfsdp checkpoint remove IN WEIGHTS "
+            "model and the parallel layout that wrote them can read them. Save the checkpoint with "
+            "--ckpt-fully-parallel-save and the distributed optimizer's state by parameters "
+            "(--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), or without the "
+            "optimizer (--no-save-optim). To convert the weights alone: mfsdp checkpoint remove IN WEIGHTS "
             "'optimizer\\.distributed', and mfsdp convert WEIGHTS OUT --from torch_dist."
         )
-    why = None
     if keys.is_extra_state(key):
-        why = "state of Transformer Engine, recreated by calibration"
+        plan.left_out.append((key, "state of Transformer Engine, recreated by calibration"))
     elif key.startswith("rng_state"):
-        why = "random number generators of ranks that are no more"
-    if why is not None:
-        plan.left_out.append((key, why))
-        return False
-    return not key.startswith("rerun_state_machine_state")
+        plan.left_out.append((key, "random number generators of ranks that are no more"))
+    else:
+        return not key.startswith("rerun_state_machine_state")
+    return False
 
 
 def _gated(tensors: Iterable[StoredTensor], common: Mapping[str, Any], options: TorchDistOptions) -> bool:

@@ -127,7 +127,10 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
             "--model-prefix; mfsdp checkpoint inspect shows the keys."
         )
     stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
-    carried = options.files_from or _carried(source)
+    try:
+        carried = options.files_from or subfolder(source, CARRIED)
+    except FileRefused as error:
+        raise CheckpointError(f"{source} cannot be read: {error}.") from None
     for name, other in _tied(options, _config(carried), stored):
         if name in keys and other in keys:
             _check_tied(reader, keys[name], keys[other])
@@ -139,14 +142,11 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
     extras = _extras(carried)
     if not single_file and not any(path.name == "config.json" for path in extras):
         plan.notes.append(
-            f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from where "
-            "the model's folder is."
+            f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from "
+            "where the model's folder is."
         )
-    for file, names in files.items():
-        moves = [
-            OutputEntry(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names
-        ]
-        plan.moves += moves
+    for file, name in ((file, name) for file, names in files.items() for name in names):
+        plan.moves.append(OutputEntry(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype))
     if not single_file:
         plan.moves += [OutputEntry(path.name, (str(path),)) for path in extras]
 
@@ -169,13 +169,6 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
 
     plan.write = write
     return plan
-
-
-def _carried(source: Path) -> Path:
-    try:
-        return subfolder(source, CARRIED)
-    except FileRefused as error:
-        raise CheckpointError(f"{source} cannot be read: {error}.") from None
 
 
 def _extras(folder: Path) -> list[Path]:

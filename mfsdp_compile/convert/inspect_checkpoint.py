@@ -45,7 +45,8 @@ def describe(directory: Path, pattern: str = "", show_groups: bool = False) -> I
     tensors = [key for key in reader if reader.is_tensor(key)]
     total = sum(reader.numel(key) for key in tensors)
     nbytes = sum(reader.numel(key) * reader.dtype(key).itemsize for key in tensors)
-    yield f"{len(tensors)} tensors, {total:,} elements, {nbytes:,} bytes; {len(reader.keys()) - len(tensors)} other values"
+    others = len(reader.keys()) - len(tensors)
+    yield f"{len(tensors)} tensors, {total:,} elements, {nbytes:,} bytes; {others} other values"
     counted = 0
     for key in reader:
         if not matches(key):

@@ -98,7 +98,7 @@ def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int
     reader = CheckpointReader(directory)
     mapped = {}
     for key in reader:
-        value = reader.tensor(key) if reader.is_tensor(key) else reader.value(key)
+        value = reader.read(key)
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if type(value) is not int:
@@ -148,13 +148,8 @@ def groups_from_options(reader: CheckpointReader, prefixes: keys.Prefixes) -> li
     for key in reader:
         if (parsed := prefixes.parse_group(key)) is not None:
             name, option = parsed
-            options.setdefault(name, {})[option] = reader.tensor(key) if reader.is_tensor(key) else reader.value(key)
-    groups: list[dict[str, Any]] = []
+            options.setdefault(name, {})[option] = reader.read(key)
+    groups: dict[str, dict[str, Any]] = {}
     for group in options.values():
-        if not any(_same(group, other) for other in groups):
-            groups.append(group)
-    return groups
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return repr(sorted(a.items())) == repr(sorted(b.items()))
+        groups.setdefault(repr(sorted(group.items())), group)
+    return list(groups.values())

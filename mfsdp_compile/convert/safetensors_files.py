@@ -1,6 +1,7 @@
 """Reading and writing safetensors files one tensor at a time, and folders of them as Hugging Face writes them.
 
-The library can only write a file from tensors that are all in memory. The format is simple enough to write without it:
+The library, and DCP's HuggingFaceStorageWriter with it, can only write a file from tensors that are all in memory. The
+format is simple enough to write without it:
 the length of a header (8 bytes, little endian), the header (JSON, from name to dtype, shape and position), and the
 bytes of the tensors.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,14 @@ class SafetensorsReader:
 
     def __init__(self, path: Path) -> None:
         self._open = _library()
-        self._file_of = dict(_files(path, self._names))
         self.layouts: dict[str, Layout] = {}
-        for file in sorted(set(self._file_of.values())):
-            _check_header(file)
-            with self._opened(file) as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(name)
-                    self.layouts[name] = Layout(tuple(part.get_shape()), self._dtype(file, name, part.get_dtype()))
-        for name, file in self._file_of.items():
+        self._file_of: dict[str, Path] = {}
+        files, listed = _files(path)
+        for file in files:
+            for name, layout in self._layouts_of(file).items():
+                if listed is None or listed.get(name) == file:
+                    self.layouts[name], self._file_of[name] = layout, file
+        for name, file in (listed or {}).items():
             if name not in self.layouts:
                 raise CheckpointError(f"{file} has no {name}, which {INDEX} lists. Copy the folder again.")
 
@@ -104,22 +104,20 @@ class SafetensorsReader:
             part: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
             return part
 
-    def _names(self, file: Path) -> list[str]:
-        _check_header(file)
-        with self._opened(file) as opened:
-            return list(opened.keys())
+    def _layouts_of(self, file: Path) -> dict[str, Layout]:
+        header = _header(file)
+        with self._opened(file):  # the library checks entries and positions
+            header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}, which is not supported.")
+        return {name: Layout(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in header.items()}
 
     def _opened(self, file: Path) -> Any:
         try:
             return self._open(file, framework="pt")
         except Exception as error:  # SafetensorError, which cannot be imported without the library
             raise CheckpointError(f"{file} is damaged or cut short ({error}). Copy it again.") from error
-
-    @staticmethod
-    def _dtype(file: Path, name: str, code: str) -> torch.dtype:
-        if code not in DTYPES:
-            raise CheckpointError(f"{file}: {name} has dtype {code}, which is not supported.")
-        return DTYPES[code]
 
 
 def _library() -> Callable[..., Any]:
@@ -132,39 +130,37 @@ def _library() -> Callable[..., Any]:
     return safe_open  # type: ignore[no-any-return]
 
 
-def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
-    """Yield each tensor's name, and the file that contains it."""
+def _files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """Return the files to read, and the file of each tensor, if an index says so."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     if path.is_file():
-        yield from ((name, path) for name in names(path))
-    elif (path / INDEX).exists():
+        return [path], None
+    if (path / INDEX).exists():
         try:
             index = typed(read_json(inside(path, INDEX)), dict, "it")
-            for name, file in typed(index.get("weight_map"), dict, "weight_map").items():
-                yield safe_name(name, "the name of a tensor"), inside(path, file)
+            found = typed(index.get("weight_map"), dict, "weight_map").items()
+            listed = {safe_name(name, "the name of a tensor"): inside(path, file) for name, file in found}
         except FileRefused as error:
             raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
-    else:
-        files = [file for file in sorted(path.iterdir()) if file.name.endswith(".safetensors")]
-        if len(files) != 1:
-            raise CheckpointError(
-                f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder saved by Hugging Face's "
-                "save_pretrained has one file or an index. Folders with .bin files must be saved again as "
-                ".safetensors."
-            )
-        try:
-            file = inside(path, files[0].name)
-        except FileRefused as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from None
-        yield from ((name, file) for name in names(file))
+        return sorted(set(listed.values())), listed
+    files = [file for file in sorted(path.iterdir()) if file.name.endswith(".safetensors")]
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder saved by Hugging Face's "
+            "save_pretrained has one file or an index. Folders with .bin files must be saved again as .safetensors."
+        )
+    try:
+        return [inside(path, files[0].name)], None
+    except FileRefused as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
 
 
-def _check_header(file: Path) -> None:
-    """Check what the library does not: names that occur twice, or that contain terminal control characters.
+def _header(file: Path) -> dict[str, Any]:
+    """Read a file's header, and check what the library does not: that names occur once, and suit a terminal.
 
     Raises:
-        CheckpointError: If there are such names, or the file is cut short or not a file.
+        CheckpointError: If they do not, or the file is cut short or not a file.
     """
     try:
         with open_regular(file) as opened:
@@ -172,9 +168,10 @@ def _check_header(file: Path) -> None:
             length = int.from_bytes(opened.read(8), "little")
             if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
                 raise FileRefused(f"its header has {length:,} bytes, all of it {size:,}")
-            header = parse_json(opened.read(length).decode("utf-8"))
-        for name in typed(header, dict, "the header"):
+            header = typed(parse_json(opened.read(length).decode("utf-8")), dict, "the header")
+        for name in header:
             safe_name(name, "the name of a tensor")
+        return header
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing. Copy the folder again.") from None
     except (FileRefused, UnicodeDecodeError) as error:
@@ -213,11 +210,7 @@ def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], 
         if layout.dtype not in _CODES:
             raise CheckpointError(f"{name} has dtype {layout.dtype}, which .safetensors does not have. Use --dtype.")
         end = offset + layout.nbytes
-        header[name] = {
-            "dtype": _CODES[layout.dtype],
-            "shape": list(layout.shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": _CODES[layout.dtype], "shape": list(layout.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

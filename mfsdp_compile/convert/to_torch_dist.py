@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mfsdp_compile.checkpoint.archives import dump_object
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
-from mfsdp_compile.checkpoint.pickles import dump_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys
@@ -62,8 +63,10 @@ class _Target:
             return self.shape
         return (*self.grid, math.prod(n // g for n, g in zip(self.shape, self.grid, strict=True)))
 
-    def chunks(self, reader: CheckpointReader) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield a chunk for each layer and expert, as Megatron's ranks write them."""
+    def chunks(
+        self, reader: CheckpointReader, advance: Callable[[int], None]
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield a chunk for each layer and expert, as Megatron's ranks write them. ``advance`` gets its bytes."""
         for index, sources in self.sources.items():
             halves = [reader.tensor(key) for key in sources]
             tensor = halves[0] if len(halves) == 1 else torch.cat(halves)
@@ -72,6 +75,7 @@ class _Target:
             if self.grid is not None:
                 tensor = flatten_blocks(tensor, self.grid[depth:])
             yield (*index, *([0] * tensor.dim())), tensor.reshape((1,) * depth + tuple(tensor.shape))
+            advance(tensor.nbytes)
 
 
 def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPlan:
@@ -116,7 +120,7 @@ def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPla
     def write(out: Path, advance: Callable[[int], None]) -> None:
         writer = CheckpointWriter(out)
         for target in targets:
-            writer.add_chunks(target.key, target.stored_shape, target.dtype, _counted(target.chunks(reader), advance))
+            writer.add_chunks(target.key, target.stored_shape, target.dtype, target.chunks(reader, advance))
             writer.mcore_data[target.key] = {} if target.grid is None else {RESHAPED: target.shape}
         for key in raw:
             writer.add_bytes(key, reader.raw(key))
@@ -131,12 +135,6 @@ def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPla
     return plan
 
 
-def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable[[int], None]) -> Iterator[Any]:
-    for offsets, tensor in chunks:
-        yield offsets, tensor
-        advance(tensor.nbytes)
-
-
 def _carried_bytes(source: Path, name: str) -> bytes | None:
     """Return the contents of a file in the subfolder, or None if there is none."""
     try:
@@ -148,14 +146,8 @@ def _carried_bytes(source: Path, name: str) -> bytes | None:
 
 
 def _layout(source: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {
-        "stacked": {},
-        "mtp_renamed": False,
-        "flattened": {},
-        "values": [],
-        "extra_states": [],
-        "chained": {},
-    }
+    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": []}
+    empty |= {"extra_states": [], "chained": {}}
     try:
         found = typed(read_json(inside(source, f"{CARRIED}/layout.json")), dict, "it")
         layout = {name: typed(found.get(name), type(default), name) for name, default in empty.items()}
@@ -179,14 +171,9 @@ def _layout(source: Path) -> dict[str, Any]:
 
 def _parameters(reader: CheckpointReader, options: TorchDistOptions) -> tuple[dict[str, Name], list[str]]:
     """Separate tensors that are parameters or states from all other keys."""
-    named, others = {}, []
-    for key in reader:
-        name = options.prefixes.parse(key) if reader.is_tensor(key) else None
-        if name is None:
-            others.append(key)
-        else:
-            named[key] = name
-    return named, others
+    names = {key: options.prefixes.parse(key) if reader.is_tensor(key) else None for key in reader}
+    named = {key: name for key, name in names.items() if name is not None}
+    return named, [key for key in names if key not in named]
 
 
 _Parts = dict[tuple[int, ...], dict[int | None, str]]
@@ -281,15 +268,8 @@ def _is_rerun(key: str) -> bool:
 
 def _common(reader: CheckpointReader, leaves: list[str], options: TorchDistOptions) -> dict[str, Any]:
     """Build the contents of ``common.pt`` from the dotted keys of fsdp_dtensor."""
-    held = {
-        key: reader.tensor(key) if reader.is_tensor(key) else reader.value(key) for key in leaves if not _is_rerun(key)
-    }
-    renamed = {
-        key.replace("optimizer.param_groups.", "optimizer.optimizer.param_groups.", 1)
-        if key.startswith("optimizer.param_groups.")
-        else key: value
-        for key, value in held.items()
-    }
+    held = {key: reader.read(key) for key in leaves if not _is_rerun(key)}
+    renamed = {re.sub(r"^(?=optimizer\.param_groups\.)", "optimizer.", key): value for key, value in held.items()}
     try:
         common: dict[str, Any] = keys.unflatten(renamed)
     except ValueError as error:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
@@ -38,6 +39,7 @@ from .corpus import ByteText, standard_library
 
 __all__ = ["DemoConfig", "run"]
 
+_COUNTED = {"gathers": "all_gather_into_tensor", "reductions": "reduce_scatter_tensor"}
 PARITY_BOUND = 1e-4
 """Largest allowed relative difference of the loss curve from that of one process.
 
@@ -60,7 +62,7 @@ class DemoConfig:
         length: Bytes per sequence.
         lr: Learning rate of AdamW.
         parity_steps: Number of steps that one process repeats.
-        out: Folder for the loss curve, the schedule and checkpoints.
+        out: Folder for losses, the report and checkpoints.
         save_every: Steps between checkpoints, which are written while training goes on. There is also one at the end.
         resume: Resume from the last checkpoint in ``out``, for ``steps`` more, on any number of ranks.
         recalibrate: Measure this machine again, instead of using what an earlier run has measured.
@@ -111,7 +113,7 @@ _MISPREDICTION = 0.25
 
 def run(config: DemoConfig) -> int:
     """Train, compare with one process, and print a summary. Returns the exit code: 0 if all checks pass."""
-    console = Console()
+    console = Console(highlight=False)
     use_cuda = torch.cuda.is_available()
     if use_cuda and config.ranks > torch.cuda.device_count():
         console.print(f"RANKS={config.ranks}, but there are {torch.cuda.device_count()} GPUs: NCCL needs one per rank.")
@@ -128,7 +130,7 @@ def run(config: DemoConfig) -> int:
                 f"There is no checkpoint in {config.checkpoints.root}: train first, without RESUME=1 (--resume)."
             )
             return 2
-        console.print(f"goes on from {begin_with}", highlight=False)
+        console.print(f"goes on from {begin_with}")
     started = time.monotonic()
     machine = "" if config.eager else _calibrated(config, console)
     outcome: _Outcome = _spawn(partial(_train_rank, machine=machine), config, config.ranks, console)
@@ -139,7 +141,7 @@ def run(config: DemoConfig) -> int:
     good = _summarize(console, config, outcome, alone)
     if machine and abs(outcome.misprediction) > _MISPREDICTION:
         Path(machine).unlink(missing_ok=True)  # it was busy when it was measured, or is busy now
-        console.print("The prediction is far off: the next run measures this machine again.", highlight=False)
+        console.print("The prediction is far off: the next run measures this machine again.")
     console.print(f"{time.monotonic() - started:.0f} s in all; files in [bold]{config.out}/[/]")
     return 0 if good else 1
 
@@ -155,12 +157,11 @@ def _calibrated(config: DemoConfig, console: Console) -> str:
         with console.status("measuring this machine, for predictions"):
             path, _, now = calibrated.calibrated(config.ranks, effort, config.recalibrate)
     except (OSError, ValueError) as error:
-        console.print(f"predictions are not for this machine: {error}", markup=False, highlight=False)
+        console.print(f"predictions are not for this machine: {error}", markup=False)
         return ""
     console.print(
         f"{'measured this machine' if now else 'machine as measured earlier (--recalibrate: again)'}: {path}",
         markup=False,
-        highlight=False,
         soft_wrap=True,
     )
     return str(path)
@@ -226,7 +227,8 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig, machi
     _add_optimizer_bytes(outcome, optimizer, whole_bytes)
     if rank == 0 and not config.eager:
         _report(config, model, measured[1:] or measured, outcome)
-    outcome.collectives = _count_collectives(lambda: train_step(next(data)))
+    counts = collectives(lambda: train_step(next(data)))
+    outcome.collectives = {name: counts[kind] for name, kind in _COUNTED.items()}
     outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
     for record in model.sharded.compiled_graphs:
         for phase, lines in record.schedules.items():
@@ -353,13 +355,10 @@ def _sharded_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _add_optimizer_bytes(outcome: _Outcome, optimizer: torch.optim.Optimizer, whole: dict[str, int]) -> None:
-    mine = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                mine += value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes
-    for rank, optimizer_bytes in enumerate(_of_all_ranks(mine)):
-        outcome.sharded_bytes[rank]["optimizer state"] = optimizer_bytes
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    mine = sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in tensors)
+    for held, optimizer_bytes in zip(outcome.sharded_bytes, _of_all_ranks(mine), strict=True):
+        held["optimizer state"] = optimizer_bytes
     whole["optimizer state"] = 2 * whole["parameters"]  # AdamW's two moments
 
 
@@ -367,11 +366,6 @@ def _of_all_ranks(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _count_collectives(step: Callable[[], Any]) -> dict[str, int]:
-    counts = collectives(step)
-    return {"gathers": counts["all_gather_into_tensor"], "reductions": counts["reduce_scatter_tensor"]}
 
 
 # -- the summary ------------------------------------------------------------------------------------------------------
@@ -383,7 +377,7 @@ def _summarize(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
     few = max(1, len(losses) // 4)
     fell = len(losses) > 1 and sum(losses[-few:]) < sum(losses[:few]) * (1.05 if outcome.start else 1)
     console.print()
-    console.print(_plot(losses), highlight=False)
+    console.print(_plot(losses))
     seconds = step_seconds(outcome.steps)
     predicted = f"; {seconds_text(outcome.predicted_seconds)} predicted" if outcome.predicted_seconds else ""
     console.print(
@@ -413,17 +407,17 @@ def _summarize(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
 
     buckets = len(outcome.layouts)
     console.print(
-        f"one step: {outcome.collectives['gathers']} all-gathers and {outcome.collectives['reductions']} reduce-scatters "
-        f"for {buckets} buckets (counted)"
+        f"one step: {outcome.collectives['gathers']} all-gathers and {outcome.collectives['reductions']} "
+        f"reduce-scatters for {buckets} buckets (counted)"
     )
     for phase in ("forward", "backward"):
         if phase in outcome.schedules:
             console.print(f"[bold]schedule of the {phase}[/]")
             for line in _shortened(outcome.schedules[phase]):
-                console.print(f"  {line}", highlight=False)
+                console.print(f"  {line}")
     if outcome.report:
         for line in outcome.report:
-            console.print(line, highlight=False)
+            console.print(line)
         console.print(f"report: [bold]{config.out}/report.html[/], report.txt, and report.trace.json for Perfetto")
     if (saved := config.checkpoints.latest()) is not None:
         size = sum(file.stat().st_size for file in saved.iterdir())
@@ -466,31 +460,12 @@ def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> N
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     rows = _rows_before(out / "loss.csv", outcome.start)
-    for i, loss in enumerate(outcome.losses):
-        rows.append(f"{outcome.start + i},{loss},{alone[i] if i < len(alone) else ''}")
+    numbered = enumerate(itertools.zip_longest(outcome.losses, alone, fillvalue=""), outcome.start)
+    rows += [f"{step},{loss},{loss_alone}" for step, (loss, loss_alone) in numbered]
     (out / "loss.csv").write_text("\n".join(["step,loss,one_process", *rows, ""]))
-    (out / "schedule.txt").write_text(
-        "\n".join(
-            [*outcome.layouts, *(f"\n{phase}\n" + "\n".join(lines) for phase, lines in outcome.schedules.items()), ""]
-        )
-    )
     facts = {"config": asdict(config), "torch": torch.__version__, "machine": platform.machine()}
     found = asdict(outcome) | {"losses": outcome.losses, "step_seconds": step_seconds(outcome.steps)}
     (out / "summary.json").write_text(json.dumps(facts | found, indent=1))
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(outcome.losses, label=f"{config.ranks} ranks, sharded")
-    if alone:
-        axes.plot(alone, "--", label="one process")
-    axes.set(xlabel="step", ylabel="loss, nats per byte")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=120)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

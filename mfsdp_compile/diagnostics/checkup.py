@@ -87,22 +87,16 @@ def _version(package: str) -> str:
 
 def _torch() -> Finding:
     newest = ".".join(map(str, compat.MAX_TESTED_TORCH))
-    problem = (
-        ""
-        if compat.TORCH_VERSION <= compat.MAX_TESTED_TORCH
-        else f"the newest that was tested is {newest}. Install it."
+    is_tested = compat.TORCH_VERSION <= compat.MAX_TESTED_TORCH
+    return Finding(
+        "torch", torch.__version__, "" if is_tested else f"the newest that was tested is {newest}. Install it."
     )
-    return Finding("torch", torch.__version__, problem)
 
 
 def _gpus() -> Finding:
     if not torch.cuda.is_available():
-        built = (
-            f"none; torch is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "none; a CPU build of torch"
-        )
-        return Finding("GPUs", built)
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build of torch"
+        return Finding("GPUs", f"none; {built}")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
     driver = compat.cuda_driver_version()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -153,26 +147,26 @@ def _try_collectives(rank: int, say: Callable[[str], None]) -> None:
     name, ranks = dist.new_group(timeout=LIMIT).group_name, dist.get_world_size()
     numbers = torch.arange(1024.0, device=device)
     total = numbers * sum(range(1, ranks + 1))
-    mine = numbers * (rank + 1)
+    own = numbers * (rank + 1)
 
     collectives: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
         "all-gather": (
-            lambda: compat.wait_tensor(compat.all_gather(mine, ranks, name)),
+            lambda: compat.wait_tensor(compat.all_gather(own, ranks, name)),
             torch.cat([numbers * (each + 1) for each in range(ranks)]),
         ),
         "reduce-scatter": (
-            lambda: compat.wait_tensor(compat.reduce_scatter(mine.repeat(ranks), "sum", ranks, name)),
+            lambda: compat.wait_tensor(compat.reduce_scatter(own.repeat(ranks), "sum", ranks, name)),
             total,
         ),
-        "all-reduce": (lambda: compat.wait_tensor(compat.all_reduce(mine, "sum", name)), total),
+        "all-reduce": (lambda: compat.wait_tensor(compat.all_reduce(own, "sum", name)), total),
     }
-    told = []
+    results = []
     for what, (collective, expected) in collectives.items():
         collective()
         began = time.perf_counter()
         is_right = torch.equal(collective(), expected)  # waits for the collective, and the GPU
         if not is_right:
             raise RuntimeError(f"{what} over {dist.get_backend()} gives wrong numbers on rank {rank}")
-        told.append(f"{what} {(time.perf_counter() - began) * 1e3:.2f} ms")
+        results.append(f"{what} {(time.perf_counter() - began) * 1e3:.2f} ms")
     if rank == 0:
-        say(f"right: {', '.join(told)} (4 KiB)")
+        say(f"right: {', '.join(results)} (4 KiB)")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.processes import run_ranks
 
 from . import checkup
@@ -49,14 +50,8 @@ def mesh_arguments(strategy: str) -> dict[str, Any]:
     if "outer" not in arguments:
         return arguments
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
-    return {
-        "zero_dp_strategy": arguments["zero_dp_strategy"],
-        "outer_dp_sharding_strategy": arguments["outer"],
-        "device_mesh": mesh,
-        "dp_shard_dim": "inner",
-        "dp_outer_dim": "outer",
-        "hybrid_fsdp_group": mesh["outer", "inner"]._flatten().get_group(),
-    }
+    outer_strategy = arguments.pop("outer")
+    return {**arguments, "outer_dp_sharding_strategy": outer_strategy, **hybrid_arguments(mesh, "inner", "outer")}
 
 
 class ResidualBlock(nn.Module):
@@ -92,20 +87,10 @@ def _model() -> ResidualModel:
 
 
 @contextlib.contextmanager
-def automatic(model: MegatronFSDP, last: bool) -> Iterator[None]:
+def _setting(model: MegatronFSDP, automatic: bool = True, last: bool | None = None) -> Iterator[None]:
+    model.set_model_auto_sync(automatic)
+    model.is_last_microbatch = last
     yield
-
-
-@contextlib.contextmanager
-def automatic_on_last(model: MegatronFSDP, last: bool) -> Iterator[None]:
-    model.set_model_auto_sync(last)
-    yield
-
-
-@contextlib.contextmanager
-def no_sync(model: MegatronFSDP, last: bool) -> Iterator[None]:
-    with contextlib.nullcontext() if last else model.no_sync():
-        yield
 
 
 @contextlib.contextmanager
@@ -115,26 +100,15 @@ def sync(model: MegatronFSDP, last: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def last_flag(model: MegatronFSDP, last: bool) -> Iterator[None]:
-    model.is_last_microbatch = last
-    yield
-
-
-@contextlib.contextmanager
-def unflagged(model: MegatronFSDP, last: bool) -> Iterator[None]:
-    model.set_model_auto_sync(False)
-    yield
-
-
-WAYS = {
-    "every microbatch": automatic,
-    "auto on last": automatic_on_last,
-    "no_sync": no_sync,
+WAYS: dict[str, Callable[[MegatronFSDP, bool], contextlib.AbstractContextManager[None]]] = {
+    "every microbatch": lambda model, last: _setting(model),
+    "auto on last": lambda model, last: _setting(model, last),
+    "no_sync": lambda model, last: contextlib.nullcontext() if last else model.no_sync(),
     "sync": sync,
-    "is_last_microbatch": last_flag,
-    "unflagged": unflagged,
+    "is_last_microbatch": lambda model, last: _setting(model, last=last),
+    "unflagged": lambda model, last: _setting(model, False),
 }
+"""Ways of accumulating: each returns the context of a microbatch, which may be the last."""
 
 
 def expected_gradients(model: nn.Module, data: Tensor, scaling: str) -> dict[str, Tensor]:
@@ -216,7 +190,7 @@ def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
 
 
 def run(table: bool) -> int:
-    """Print a check-up of the machine and the installation; with ``table``, the table instead. Returns the exit code."""
+    """Print a check-up of the machine and the installation, or, with ``table``, the table. Return the exit code."""
     console = Console()
     if not table:
         return checkup.run(console)

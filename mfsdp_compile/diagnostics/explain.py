@@ -25,7 +25,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import Policies
 
-from ..backend.compile import bucket_info
+from ..backend.bucket_infos import bucket_info
 from ..backend.verify_step import unchanged
 from ..report.numbers import bytes_text
 from ..report.step_report import host_text

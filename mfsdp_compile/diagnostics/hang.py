@@ -1,8 +1,8 @@
 """``mfsdp hang DIR``: find the rank that keeps a job waiting, the collective it is missing from, and where it is.
 
-Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.ranks.journal`). The collectives of a process group are
-numbered in the order in which a rank starts them. A collective that all ranks have started is finished or in flight;
-the first one that some ranks have not started is the one that the others wait in.
+Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.ranks.journal`). The collectives of a process group
+are numbered in the order in which a rank starts them. A collective that all ranks have started is finished or in
+flight; the first one that some ranks have not started is the one that the others wait in.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run(folder: str) -> int:
         return 2
     if not states:
         print(
-            f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a folder: "
-            "when they fail, when nothing happens for most of the process group's timeout, and on SIGUSR1."
+            f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a "
+            "folder: when they fail, when nothing happens for most of the process group's timeout, and on SIGUSR1."
         )
         return 2
     for finding in analyze(states):
@@ -89,54 +89,36 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     return states
 
 
+_LAUNCH = {"what": str, "group": str, "number": int, "started": bool}
+_ENTRY = {"step": int, "model": str, "what": str, "launches": [_LAUNCH]}
+_STATE = {"rank": int, "world_size": int, "host": str, "why": str, "entries": [_ENTRY]}
+"""The parts of a rank's state that the analysis uses."""
+
+
 def _checked(state: Any) -> dict[str, Any]:
     """Return the parts of a rank's state that the analysis uses, with control characters escaped.
 
     Raises:
         FileRefused: If something is missing or has another type, or a number is out of range.
     """
+    found: dict[str, Any] = _read(state, _STATE, "a state")
+    world = whole(found["world_size"], "world_size", 1, MOST_RANKS)
+    whole(found["rank"], "rank", 0, world - 1)
+    found["place"] = None if state.get("place") is None else _read(state["place"], str, "place")
+    found["groups"] = {}
+    for name, held in typed(state.get("groups"), dict, "groups").items():
+        group = found["groups"][printable(name)] = _read(held, {"ranks": [int], "started": int}, "a group")
+        for rank in group["ranks"]:
+            whole(rank, "a rank of a group", 0, world - 1)
+    return found
 
-    def text(held: Mapping[str, Any], name: str) -> str:
-        return str(printable(typed(held.get(name), str, name)))
 
-    def items(held: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-        return [typed(item, dict, f"an element of {name}") for item in typed(held.get(name), list, name)]
-
-    typed(state, dict, "a state")
-    world = whole(state.get("world_size"), "world_size", 1, MOST_RANKS)
-
-    def group(held: Any) -> dict[str, Any]:
-        ranks = typed(typed(held, dict, "a group").get("ranks"), list, "ranks")
-        return {
-            "ranks": [whole(rank, "a rank of a group", 0, world - 1) for rank in ranks],
-            "started": whole(held.get("started"), "started"),
-        }
-
-    def launch(held: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "what": text(held, "what"),
-            "group": text(held, "group"),
-            "number": whole(held.get("number"), "number"),
-            "started": typed(held.get("started"), bool, "started"),
-        }
-
-    def entry(held: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "step": whole(held.get("step"), "step"),
-            "model": text(held, "model"),
-            "what": text(held, "what"),
-            "launches": [launch(each) for each in items(held, "launches")],
-        }
-
-    return {
-        "rank": whole(state.get("rank"), "rank", 0, world - 1),
-        "world_size": world,
-        "host": text(state, "host"),
-        "why": text(state, "why"),
-        "place": None if state.get("place") is None else text(state, "place"),
-        "groups": {printable(k): group(v) for k, v in typed(state.get("groups"), dict, "groups").items()},
-        "entries": [entry(each) for each in items(state, "entries")],
-    }
+def _read(held: Any, form: Any, what: str) -> Any:
+    if isinstance(form, dict):
+        return {name: _read(typed(held, dict, what).get(name), each, name) for name, each in form.items()}
+    if isinstance(form, list):
+        return [_read(each, form[0], f"an element of {what}") for each in typed(held, list, what)]
+    return whole(held, what) if form is int else printable(typed(held, form, what))
 
 
 def analyze(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
@@ -203,7 +185,8 @@ def _waiting_for(states: Mapping[int, Mapping[str, Any]], absent: Sequence[int])
                 continue
             names = _names(state, group)
             if names:
-                return f"The last that rank {rank} has started with {'it' if len(absent) == 1 else 'them'} is {names[max(names)]}."
+                them = "it" if len(absent) == 1 else "them"
+                return f"The last that rank {rank} has started with {them} is {names[max(names)]}."
     return ""
 
 

@@ -6,7 +6,6 @@ uses. No key is ignored: a key that is not defined here is an error.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.untrusted_files import FileRefused, read_text
 
 MOST_BYTES = 1 << 20
@@ -179,9 +179,7 @@ def _section(kind: type[Any], given: Any, where: str) -> Any:
 
 def _check_known(name: str, known: Mapping[str, Any], where: str) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{where} is not known here. {hint}There are: {', '.join(known)}.")
+        raise ValueError(f"{where} is not known here.{did_you_mean(name, known)} There are: {', '.join(known)}.")
 
 
 def _value(text: str) -> Any:

@@ -110,8 +110,8 @@ def train(config: JobConfig) -> list[float]:
     microbatches, rest = divmod(size, training.local_batch_size * ranks)
     if rest or not microbatches:
         raise ValueError(
-            f"[training]: global_batch_size={size} is no multiple of local_batch_size={training.local_batch_size} times "
-            f"{ranks} data-parallel ranks."
+            f"[training]: global_batch_size={size} is no multiple of local_batch_size={training.local_batch_size} "
+            f"times {ranks} data-parallel ranks."
         )
 
     torch.manual_seed(0)  # all ranks build the same model

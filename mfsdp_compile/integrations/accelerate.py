@@ -50,8 +50,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged. If accelerate is
-    configured for FSDP2 (``fsdp_plugin``), pass :meth:`sharding_arguments` to ``fully_shard_model``.
+    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged. If accelerate
+    is configured for FSDP2 (``fsdp_plugin``), pass :meth:`sharding_arguments` to ``fully_shard_model``.
     ``mixed_precision`` must be a dtype that the sharded model computes in; there is no autocast. ``save_state`` writes
     shards to :data:`FOLDER`, which can be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return
     and write the whole model, on the first rank.
@@ -182,8 +182,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model, optimizer = held
         if Checkpoints(folders[0] / FOLDER).load(model, optimizer) is None:
             raise CheckpointError(
-                f"{folders[0]} has no complete checkpoint in its subfolder {FOLDER!r}, where save_state of an MfsdpAccelerator "
-                "writes the shards of a model."
+                f"{folders[0]} has no complete checkpoint in its subfolder {FOLDER!r}, where save_state of an "
+                "MfsdpAccelerator writes the shards of a model."
             )
 
     @contextlib.contextmanager

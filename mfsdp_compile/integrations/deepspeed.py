@@ -1,12 +1,12 @@
-"""DeepSpeed's configuration files, translated to arguments of this package and objects of torch. DeepSpeed is not needed.
+"""DeepSpeed's configuration files as arguments of this package and objects of torch. DeepSpeed is not needed.
 
     plan = arguments("ds_config.json")
     model = fully_shard_model(model.to(plan.model_dtype), fsdp_unit_modules="auto", **plan.sharding)
     optimizer = fully_shard_optimizer(plan.make_optimizer(model.parameters()))
     schedule = plan.make_schedule(optimizer)  # schedule.step() after each optimizer.step()
 
-Keys, defaults and formulas are those of DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``, ``runtime/engine.py`` and
-``runtime/lr_schedules.py`` in 2026.
+Keys, defaults and formulas are those of DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``,
+``runtime/engine.py`` and ``runtime/lr_schedules.py`` in 2026.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,145 +37,106 @@ class Key(NamedTuple):
     """What happens to a key.
 
     Args:
-        kind: ``"returned"``: it is in the result. ``"ignored"``: it does not change numbers here. ``"refused"``: it would, so
-            only values that switch it off are accepted.
+        kind: ``"returned"``: it is in the result. ``"ignored"``: it does not change numbers here. ``"refused"``: it
+            would, so only values that switch it off are accepted.
         why: Why it is ignored or refused, and what to do.
     """
 
-    kind: Literal["returned", "ignored", "refused"]
-    why: str = ""
+    kind: str
+    why: str
 
 
-_RETURNED = Key("returned")
-_BUCKET = Key("ignored", "a unit is a bucket: bucket_bytes splits larger ones, unit_bytes joins smaller ones")
-_ALWAYS = Key("ignored", "this package always does that")
-_SCHEDULE = Key("ignored", "the options prefetch and memory_budget decide when parameters are gathered and released")
-_SMALL = Key("ignored", "small parameters are in the bucket of their unit")
-_SAVING = Key("ignored", "whole weights are saved by mfsdp_compile.save_pretrained and full_state_dict")
-_LOGS = Key("ignored", "prints or records; see mfsdp_compile.explain and reports")
-_OTHER_PARALLELISM = Key("refused", "another kind of parallelism: apply it to the model before it is sharded")
-_OTHER_TRAINING = Key("refused", "changes what is trained: do it in your loop")
-_QUANTIZED = Key(
-    "refused",
-    "gathers int8, which does not exist here: param_comm_dtype=torch.float8_e4m3fn gathers float8, with other numbers",
-)
+def _keys(table: str) -> dict[str, Key]:
+    rows = [row.split(" | ") for row in table.strip().replace("\n    ", " ").splitlines()]
+    return {name: Key(kind, why) for kind, why, names in rows for name in names.split()}
 
-ZERO_KEYS: dict[str, Key] = {
-    "stage": _RETURNED,
-    "contiguous_gradients": _ALWAYS,
-    "reduce_scatter": _ALWAYS,
-    "reduce_bucket_size": _BUCKET,
-    "use_multi_rank_bucket_allreduce": Key("ignored", "one collective reduces a bucket for all ranks"),
-    "allgather_partitions": _ALWAYS,
-    "allgather_bucket_size": _BUCKET,
-    "overlap_comm": _RETURNED,
-    "load_from_fp32_weights": _ALWAYS,
-    "elastic_checkpoint": Key("ignored", "checkpoints load on any number of ranks"),
-    "offload_param": _RETURNED,
-    "offload_optimizer": _RETURNED,
-    "zenflow": Key("refused", "updates weights later than the step"),
-    "sub_group_size": Key("ignored", "an optimizer steps over everything at once"),
-    "cpu_offload_param": _RETURNED,
-    "cpu_offload_use_pin_memory": _RETURNED,
-    "cpu_offload": _RETURNED,
-    "stage3_prefetch_bucket_size": _SCHEDULE,
-    "stage3_param_persistence_threshold": _SMALL,
-    "stage3_model_persistence_threshold": _SMALL,
-    "stage3_max_live_parameters": _SCHEDULE,
-    "stage3_max_reuse_distance": _SCHEDULE,
-    "stage3_gather_16bit_weights_on_model_save": _SAVING,
-    "stage3_module_granularity_threshold": Key("ignored", "unit_bytes joins small units"),
-    "stage3_use_all_reduce_for_fetch_params": Key("ignored", "gathered parameters are read in place"),
-    "stage3_allgather_sequential": Key("ignored", "gathered parameters are read in place"),
-    "stage3_gather_fp16_weights_on_model_save": _SAVING,
-    "ignore_unused_parameters": Key(
-        "ignored", "parameters that no rank used have no gradient, and a warning names them"
-    ),
-    "legacy_stage1": Key("ignored", "another implementation of stage 1"),
-    "round_robin_gradients": Key("ignored", "every rank copies the gradient of its own shard"),
-    "zero_hpz_partition_size": _RETURNED,
-    "zero_quantized_weights": _QUANTIZED,
-    "zero_quantized_nontrainable_weights": _QUANTIZED,
-    "zero_quantized_gradients": Key(
-        "refused", "reduces int4, which does not exist here: grad_comm_dtype may be a half precision"
-    ),
-    "zeropp_loco_param": Key("refused", "corrects quantized gradients, which do not exist here"),
-    "mics_shard_size": Key("ignored", "changes memory only: for HSDP, pass device_mesh, dp_shard_dim and dp_outer_dim"),
-    "mics_hierarchical_params_gather": Key("ignored", "of MiCS"),
-    "memory_efficient_linear": Key("ignored", "no gathered weight is saved for backward"),
-    "pipeline_loading_checkpoint": Key("ignored", "each rank reads its rows"),
-    "override_module_apply": Key("ignored", "model.apply changes shards"),
-    "log_trace_cache_warnings": Key("ignored", "there is no trace of fetches"),
-    "enable_sanity_checks": _ALWAYS,
-    "save_muon_momentum_buffer_in_memory": _ALWAYS,
-    "leaf_module": Key("ignored", "experts that no token reaches on any rank have no gradient"),
-}
-"""Keys of ``zero_optimization``."""
 
-KEYS: dict[str, Key] = {
-    "train_batch_size": _RETURNED,
-    "train_micro_batch_size_per_gpu": _RETURNED,
-    "gradient_accumulation_steps": _RETURNED,
-    "gradient_clipping": _RETURNED,
-    "optimizer": _RETURNED,
-    "scheduler": _RETURNED,
-    "zero_optimization": _RETURNED,
-    "bf16": _RETURNED,
-    "bfloat16": _RETURNED,
-    "fp16": _RETURNED,
-    "communication_data_type": _RETURNED,
-    "data_types": _RETURNED,
-    "prescale_gradients": Key("ignored", "float16 gradients are scaled before they are summed, others after"),
-    "gradient_predivide_factor": Key("ignored", "float16 gradients are scaled before they are summed, others after"),
-    "gradient_allreduce_op": Key("refused", "gradients are averaged: calculate_per_token_loss=True sums them"),
-    "seq_parallel_communication_data_type": Key("ignored", "of sequence parallelism"),
-    "disable_allgather": Key("ignored", "of an earlier version"),
-    "sparse_gradients": Key("ignored", "gradients are dense, with the same values"),
-    "amp": Key("refused", "apex changes dtypes operator by operator: wrap the forward in torch.autocast"),
-    "torch_autocast": Key("refused", "changes dtypes operator by operator: wrap the forward in torch.autocast"),
-    "activation_checkpointing": Key("ignored", "apply torch.utils.checkpoint in the model"),
-    "zero_allow_untested_optimizer": Key("ignored", "any optimizer is allowed"),
-    "zero_force_ds_cpu_optimizer": Key("ignored", "the optimizer is torch's"),
-    "steps_per_print": _LOGS,
-    "wall_clock_breakdown": _LOGS,
-    "memory_breakdown": _LOGS,
-    "dump_state": _LOGS,
-    "flops_profiler": _LOGS,
-    "comms_logger": _LOGS,
-    "tensorboard": _LOGS,
-    "wandb": _LOGS,
-    "comet": _LOGS,
-    "csv_monitor": _LOGS,
-    "timers": _LOGS,
-    "autotuning": Key("ignored", "mfsdp plan forecasts runs; memory_budget decides schedules"),
-    "aio": Key("ignored", "of disks, to which nothing is offloaded"),
-    "checkpoint": Key("ignored", "see mfsdp_compile.checkpoint"),
-    "nebula": Key("ignored", "see mfsdp_compile.checkpoint"),
-    "dataloader_drop_last": Key("ignored", "the data loader is yours: pass drop_last to it"),
-    "vocabulary_size": Key("ignored", "the model is yours"),
-    "hybrid_engine": Key("ignored", "of generation: see MegatronFSDP.gathered"),
-    "graph_harvesting": Key("ignored", "see mfsdp_compile.capture_step"),
-    "compile": Key("ignored", 'see torch.compile(model, backend="mfsdp")'),
-    "elasticity": Key("refused", "chooses the batch size by the number of ranks"),
-    "curriculum_learning": _OTHER_TRAINING,
-    "data_efficiency": _OTHER_TRAINING,
-    "progressive_layer_drop": _OTHER_TRAINING,
-    "eigenvalue": _OTHER_TRAINING,
-    "compression_training": _OTHER_TRAINING,
-    "quantize_training": _OTHER_TRAINING,
-    "weight_quantization": _OTHER_TRAINING,
-    "sparse_attention": _OTHER_TRAINING,
-    "pipeline": _OTHER_PARALLELISM,
-    "tensor_parallel": _OTHER_PARALLELISM,
-    "expert_parallel": _OTHER_PARALLELISM,
-}
+ZERO_KEYS = _keys("""
+returned | in the result | stage overlap_comm offload_param offload_optimizer cpu_offload_param
+    cpu_offload_use_pin_memory cpu_offload zero_hpz_partition_size
+ignored | this package always does that | contiguous_gradients reduce_scatter allgather_partitions
+    load_from_fp32_weights enable_sanity_checks save_muon_momentum_buffer_in_memory
+ignored | a unit is a bucket: bucket_bytes splits larger ones, unit_bytes joins smaller ones | reduce_bucket_size
+    allgather_bucket_size
+ignored | one collective reduces a bucket for all ranks | use_multi_rank_bucket_allreduce
+ignored | checkpoints load on any number of ranks | elastic_checkpoint
+ignored | an optimizer steps over everything at once | sub_group_size
+ignored | the options prefetch and memory_budget decide when parameters are gathered and released |
+    stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance
+ignored | small parameters are in the bucket of their unit | stage3_param_persistence_threshold
+    stage3_model_persistence_threshold
+ignored | whole weights are saved by mfsdp_compile.save_pretrained and full_state_dict |
+    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+ignored | unit_bytes joins small units | stage3_module_granularity_threshold
+ignored | gathered parameters are read in place | stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+ignored | parameters that no rank used have no gradient, and a warning names them | ignore_unused_parameters
+ignored | another implementation of stage 1 | legacy_stage1
+ignored | every rank copies the gradient of its own shard | round_robin_gradients
+ignored | changes memory only: for HSDP, pass device_mesh, dp_shard_dim and dp_outer_dim | mics_shard_size
+ignored | of MiCS | mics_hierarchical_params_gather
+ignored | no gathered weight is saved for backward | memory_efficient_linear
+ignored | each rank reads its rows | pipeline_loading_checkpoint
+ignored | model.apply changes shards | override_module_apply
+ignored | there is no trace of fetches | log_trace_cache_warnings
+ignored | experts that no token reaches on any rank have no gradient | leaf_module
+refused | updates weights later than the step | zenflow
+refused | gathers int8, which does not exist here: param_comm_dtype=torch.float8_e4m3fn gathers float8, with other
+    numbers | zero_quantized_weights zero_quantized_nontrainable_weights
+refused | reduces int4, which does not exist here: grad_comm_dtype may be a half precision | zero_quantized_gradients
+refused | corrects quantized gradients, which do not exist here | zeropp_loco_param
+""")
+"""Keys of ``zero_optimization``: kind, reason, names."""
+
+KEYS = _keys("""
+returned | in the result | train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    optimizer scheduler zero_optimization bf16 bfloat16 fp16 communication_data_type data_types
+ignored | float16 gradients are scaled before they are summed, others after | prescale_gradients
+    gradient_predivide_factor
+ignored | of sequence parallelism | seq_parallel_communication_data_type
+ignored | of an earlier version | disable_allgather
+ignored | gradients are dense, with the same values | sparse_gradients
+ignored | apply torch.utils.checkpoint in the model | activation_checkpointing
+ignored | any optimizer is allowed | zero_allow_untested_optimizer
+ignored | the optimizer is torch's | zero_force_ds_cpu_optimizer
+ignored | prints or records; see mfsdp_compile.explain and reports | steps_per_print wall_clock_breakdown
+    memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb comet csv_monitor timers
+ignored | mfsdp plan forecasts runs; memory_budget decides schedules | autotuning
+ignored | of disks, to which nothing is offloaded | aio
+ignored | see mfsdp_compile.checkpoint | checkpoint nebula
+ignored | the data loader is yours: pass drop_last to it | dataloader_drop_last
+ignored | the model is yours | vocabulary_size
+ignored | of generation: see MegatronFSDP.gathered | hybrid_engine
+ignored | see mfsdp_compile.capture_step | graph_harvesting
+ignored | see torch.compile(model, backend="mfsdp") | compile
+refused | gradients are averaged: calculate_per_token_loss=True sums them | gradient_allreduce_op
+refused | apex changes dtypes operator by operator: wrap the forward in torch.autocast | amp
+refused | changes dtypes operator by operator: wrap the forward in torch.autocast | torch_autocast
+refused | chooses the batch size by the number of ranks | elasticity
+refused | changes what is trained: do it in your loop | curriculum_learning data_efficiency progressive_layer_drop
+    eigenvalue compression_training quantize_training weight_quantization sparse_attention
+refused | another kind of parallelism: apply it to the model before it is sharded | pipeline tensor_parallel
+    expert_parallel
+""")
 """Keys of the file."""
+
+_FP16_KEYS = _keys("""
+ignored | GradScaler halves its scale at each overflow | hysteresis consecutive_hysteresis
+ignored | GradScaler has no lower bound | min_loss_scale
+ignored | inputs are cast to the dtype that the model computes in | auto_cast
+ignored | of an earlier version | fused_mode
+""")
+"""Keys of ``fp16`` that have no effect."""
 
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "data_types")
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 """Defaults of DeepSpeed's FusedAdam and CPUAdam. AdamW of torch has another weight decay."""
+
+_AS_TORCHS_ADAM = {"bias_correction": True, "fp32_optimizer_states": True, "amsgrad": False, "set_grad_none": True}
+"""Arguments of DeepSpeed's Adam that ask for what torch's does."""
+_DEEPSPEEDS_OWN = ["muon", "lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd"]
+"""Optimizers of its own."""
 
 
 @dataclass(frozen=True)
@@ -253,12 +214,12 @@ def arguments(config: str | os.PathLike[str] | Mapping[str, Any], ranks: int | N
 
     Args:
         config: The file (``ds_config.json``), or what it contains.
-        ranks: Number of data-parallel ranks, to compute sizes of batches that the file leaves out. None: all ranks of the
-            default process group, if there is one.
+        ranks: Number of data-parallel ranks, to compute sizes of batches that the file leaves out. None: all ranks of
+            the default process group, if there is one.
 
     Raises:
-        ValueError: If the file has keys that are unknown, or would change numbers and cannot be honored here. The message lists
-            all of them.
+        ValueError: If the file has keys that are unknown, or would change numbers and cannot be honored here. The
+            message lists all of them.
     """
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -301,7 +262,7 @@ class _Translation:
         self._sort(zero, ZERO_KEYS, "zero_optimization.")
         dtype, loss_scale = self._precision(config)
         result = DeepSpeedArguments(
-            self._sharding(zero, config, dtype),
+            self._sharding(zero, config),
             dtype,
             loss_scale,
             *self._batches(config),
@@ -334,29 +295,23 @@ class _Translation:
         if not fp16.get("enabled"):
             return None, None
         if fp16.get("loss_scale"):
-            why = "GradScaler changes its scale: multiply the loss by it, and divide gradients by it before they are clipped"
-            self._refused.append(f"fp16.loss_scale={fp16['loss_scale']!r}: {why}")
+            self._refused.append(
+                f"fp16.loss_scale={fp16['loss_scale']!r}: GradScaler changes its scale: multiply the loss by it, and "
+                "divide gradients by it before they are clipped"
+            )
         if fp16.get("fp16_master_weights_and_grads"):
-            why = "weights would be rounded to float16: pass mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)"
-            self._refused.append(f"fp16.fp16_master_weights_and_grads=True: {why}")
-        for name, why in {
-            "hysteresis": "GradScaler halves its scale at each overflow",
-            "consecutive_hysteresis": "GradScaler halves its scale at each overflow",
-            "min_loss_scale": "GradScaler has no lower bound",
-            "auto_cast": "inputs are cast to the dtype that the model computes in",
-            "fused_mode": "of an earlier version",
-        }.items():
-            if name in fp16:
-                self._ignored[f"fp16.{name}"] = why
+            self._refused.append(
+                "fp16.fp16_master_weights_and_grads=True: weights would be rounded to float16: pass "
+                "mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None)"
+            )
+        self._ignored |= {f"fp16.{name}": key.why for name, key in _FP16_KEYS.items() if name in fp16}
         scale = {
             "init_scale": 2.0 ** fp16.get("initial_scale_power", 16),
             "growth_interval": fp16.get("loss_scale_window", 1000),
         }
         return torch.float16, scale
 
-    def _sharding(
-        self, zero: Mapping[str, Any], config: Mapping[str, Any], dtype: torch.dtype | None
-    ) -> dict[str, Any]:
+    def _sharding(self, zero: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         stage = int(zero.get("stage", 0))
         given: dict[str, Any] = {"zero_dp_strategy": stage}
         if zero.get("overlap_comm") is not None:
@@ -435,27 +390,20 @@ class _Translation:
             )  # "Adam" is AdamW unless the file says no
             kind: Any = torch.optim.AdamW if decouples else torch.optim.Adam
             if not params.pop("torch_adam", False):
-                params = _ADAM | {key: value for key, value in params.items() if not self._is_default(key, value)}
+                params = _ADAM | {
+                    key: value for key, value in params.items() if (key, value) not in _AS_TORCHS_ADAM.items()
+                }
                 params = {key: value for key, value in params.items() if f"optimizer.params.{key}" not in self._auto}
         elif name.lower() == "adagrad":
             kind = torch.optim.Adagrad
-        elif name.lower() in (
-            "muon",
-            "lamb",
-            "lion",
-            "onebitadam",
-            "onebitlamb",
-            "zerooneadam",
-            "muadam",
-            "muadamw",
-            "musgd",
-        ):
+        elif name.lower() in _DEEPSPEEDS_OWN:
             kind = None
         else:
             kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             self._refused.append(
-                f"optimizer.type={name!r}: DeepSpeed's own optimizer, or an unknown one: build it from model.parameters()"
+                f"optimizer.type={name!r}: DeepSpeed's own optimizer, or an unknown one: build it from "
+                "model.parameters()"
             )
             return None
         for key in params.keys() - inspect.signature(kind).parameters.keys():
@@ -464,23 +412,14 @@ class _Translation:
             )
         return kind, params
 
-    @staticmethod
-    def _is_default(key: str, value: Any) -> bool:
-        """Whether an argument of DeepSpeed's Adam asks for what torch's does."""
-        return (key, value) in (
-            ("bias_correction", True),
-            ("fp32_optimizer_states", True),
-            ("amsgrad", False),
-            ("set_grad_none", True),
-        )
-
     def _schedule(self, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
         if given.get("type") is None:
             return None
         name, params = str(given["type"]), dict(given.get("params") or {})
         if name not in _SCHEDULES:
             self._refused.append(
-                f"scheduler.type={name!r}: build a schedule of torch.optim.lr_scheduler; {', '.join(_SCHEDULES)} are translated"
+                f"scheduler.type={name!r}: build a schedule of torch.optim.lr_scheduler; {', '.join(_SCHEDULES)} are "
+                "translated"
             )
             return None
         if params.pop("last_batch_iteration", -1) != -1:
@@ -489,8 +428,8 @@ class _Translation:
             self._refused.append(f"scheduler.params.{key}={params[key]!r}: {name} has no such parameter")
         if name == "WarmupLR" and "warmup_max_lr" not in params and "scheduler.params.warmup_max_lr" not in self._auto:
             self._refused.append(
-                "scheduler.params.warmup_max_lr is missing: its default is 0.001 in some versions of DeepSpeed, and the optimizer's "
-                "learning rate in others. Name it"
+                "scheduler.params.warmup_max_lr is missing: its default is 0.001 in some versions of DeepSpeed, and "
+                "the optimizer's learning rate in others. Name it"
             )
         return name, params
 
@@ -506,22 +445,11 @@ def _is_off(value: Any) -> bool:
 
 _NEEDED = object()
 
+_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 _SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": _NEEDED, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupDecayLR": {
-        "total_num_steps": _NEEDED,
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": _NEEDED,
-        "warmup_min_ratio": 0.0,
-        "warmup_num_steps": 1000,
-        "cos_min_ratio": 0.0001,
-        "warmup_type": "log",
-    },
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": _NEEDED, **_WARMUP},
+    "WarmupDecayLR": {"total_num_steps": _NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP},
+    "WarmupCosineLR": {"total_num_steps": _NEEDED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_WARMUP},
 }
 """Parameters of DeepSpeed's schedules, and their defaults."""
 

@@ -87,9 +87,10 @@ class Initialization(Initializer):
             if owner._parameters or owner._buffers:
                 self._by_method(owner)
             return
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+        tensors: Iterable[tuple[str, Any]] = [*owner._parameters.items(), *owner._buffers.items()]
+        for name, tensor in tensors:
             if tensor is not None:
-                tensor._is_hf_initialized = self.has(f"{self._names[owner]}.{name}".lstrip("."))  # type: ignore[union-attr]
+                tensor._is_hf_initialized = self.has(f"{self._names[owner]}.{name}".lstrip("."))
         with _library("initialization").guard_torch_init_functions():
             model._init_weights(owner)
 
@@ -138,12 +139,13 @@ class Pretrained(Initialization):
         self._made: tuple[_Conversion, Mapping[str, Tensor]] | None = None
 
     def prepare(self, module: nn.Module) -> None:
-        wanted, _ = self.compare(module, "initialized")
-        read = {id(tensor) for name, tensor in wanted.items() if self.has(name)}
+        targets, _ = self.compare(module, "initialized")
+        read = {id(tensor) for name, tensor in targets.items() if self.has(name)}
         self.draws = any(id(param) not in read for param in module.parameters())
-        for name, tensor in wanted.items():
+        for name, tensor in targets.items():
             if self.has(name):
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialize their children's
+                # For parents that initialize their children's.
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def compare(self, module: nn.Module, otherwise: str) -> tuple[dict[str, Tensor], list[str]]:
         """Find what to read for each parameter and buffer of ``module``. Reads no values.
@@ -159,9 +161,11 @@ class Pretrained(Initialization):
         """
         self._look_at(module)
         self._reader = SafetensorsReader(self._folder)
-        wanted = {inner_name(name): t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        targets = {
+            inner_name(name): t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)
+        }
         model = next(iter(self._model_of.values()), None)
-        if model is not module and not wanted.keys().isdisjoint(self._reader.layouts):
+        if model is not module and not targets.keys().isdisjoint(self._reader.layouts):
             model = None  # the folder belongs to what is around the transformers model
         if model is not None:
             self._sources, unexpected = _converted_sources(model, inner_name(self._names[model]), self._reader)
@@ -170,25 +174,25 @@ class Pretrained(Initialization):
                 name: _StoredParameter(name, layout.shape) for name, layout in self._reader.layouts.items()
             }
             unexpected = []
-        unexpected += [name for name in self._sources if name not in wanted]
+        unexpected += [name for name in self._sources if name not in targets]
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         problems = [
-            *self._missing(wanted, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-            *self._misshapen(wanted),
+            *self._missing(targets, getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+            *self._misshapen(targets),
             *self._unexpected(unexpected, ignored),
         ]
         if problems:
             listed = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
             raise CheckpointError(
-                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the model as the "
-                f"folder's config.json says, or say with allow_missing=... (then {otherwise}) and allow_unexpected=... (then left "
-                "out) what is meant."
+                f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the "
+                f"model as the folder's config.json says, or say with allow_missing=... (then {otherwise}) and "
+                "allow_unexpected=... (then left out) what is meant."
             )
-        return wanted, unexpected
+        return targets, unexpected
 
-    def _missing(self, wanted: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
-        there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied ones may have another name
-        for name, tensor in wanted.items():
+    def _missing(self, targets: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
+        there = {id(tensor) for name, tensor in targets.items() if self.has(name)}  # tied ones may have another name
+        for name, tensor in targets.items():
             is_excused = id(tensor) in there or any(re.search(pattern, name) for pattern in ignored)
             if not is_excused and not _matches(name, self._allow_missing):
                 yield f"missing: {name} {tuple(tensor.shape)}"
@@ -198,13 +202,13 @@ class Pretrained(Initialization):
             if not any(re.search(pattern, name) for pattern in ignored) and not _matches(name, self._allow_unexpected):
                 yield f"unexpected: {name}"
 
-    def _misshapen(self, wanted: Mapping[str, Tensor]) -> Iterator[str]:
+    def _misshapen(self, targets: Mapping[str, Tensor]) -> Iterator[str]:
         for name, source in self._sources.items():
-            if name not in wanted:
+            if name not in targets:
                 continue
             shape = source.shape if isinstance(source, _StoredParameter) else self._made_shape(source, name)
-            if shape is not None and shape != tuple(wanted[name].shape):
-                yield f"another shape: {name} is {tuple(wanted[name].shape)}, the folder has {shape}"
+            if shape is not None and shape != tuple(targets[name].shape):
+                yield f"another shape: {name} is {tuple(targets[name].shape)}, the folder has {shape}"
 
     def _made_shape(self, conversion: _Conversion, name: str) -> tuple[int, ...] | None:
         """Return the shape of what a conversion makes; None if only its result can tell."""
@@ -247,12 +251,7 @@ class Pretrained(Initialization):
 
 @dataclass(frozen=True)
 class _StoredParameter:
-    """A parameter that the folder stores unchanged.
-
-    Args:
-        key: Its name in the folder.
-        shape: Its shape.
-    """
+    """A parameter that the folder stores unchanged, as ``key``."""
 
     key: str
     shape: tuple[int, ...]
@@ -302,13 +301,11 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     """Return the source of each parameter and buffer of a transformers model, by name, and the unused tensors.
 
     Args:
-        model: The transformers model that the folder belongs to.
         path: Path of the model inside the sharded module, which the returned names refer to.
-        reader: Reader of the folder.
     """
     loading, mapping = _library("core_model_loading"), _library("conversion_mapping")
     prefix = f"{path}." if path else ""
-    wanted = {inner_name(name): value for name, value in model.state_dict().items()}
+    targets = {inner_name(name): value for name, value in model.state_dict().items()}
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
@@ -317,10 +314,10 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
     converted: dict[str, list[tuple[str, str]]] = {}
     unexpected = []
     for key in sorted(reader.layouts, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
+        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets and key in targets:
             name, pattern = key, None
-        if name not in wanted:
+        if name not in targets:
             unexpected.append(key)
         elif pattern is None:
             sources[prefix + name] = _StoredParameter(key, reader.layouts[key].shape)
@@ -345,5 +342,6 @@ def _library(part: str) -> Any:
         return importlib.import_module(f"transformers.{part}")
     except ImportError as error:
         raise ImportError(
-            f"mfsdp_compile.integrations.huggingface_init needs transformers 5 ({error}): pip install 'mfsdp-compile[models]'"
+            f"mfsdp_compile.integrations.huggingface_init needs transformers 5 ({error}): pip install "
+            "'mfsdp-compile[models]'"
         ) from error

@@ -35,7 +35,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 def can_stream(module: nn.Module) -> bool:
-    """Return whether the tensors of a model can be written one at a time. Those of modules that are not transformers' can.
+    """Whether the tensors of a model can be written one at a time. Those of modules that are not transformers' can.
 
     The tensors that transformers stores may differ from those of the model. They must each be made from a single one,
     as experts are from stacked experts, and not from several.

@@ -24,6 +24,7 @@ from torchtitan.distributed import ParallelDims
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend.options import INNER_COMPILERS
+from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.runtime.init.meta import Later
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
@@ -86,9 +87,7 @@ def _mesh(parallel_dims: ParallelDims) -> dict[str, Any]:
     shard = "fsdp" if parallel_dims.spmd_backend == "partial_dtensor" else "dp_shard"
     if parallel_dims.dp_replicate == 1:
         return {"device_mesh": parallel_dims.get_mesh(shard)}
-    mesh = parallel_dims.get_mesh(["dp_replicate", shard])
-    group = mesh._flatten("mfsdp_dp").get_group()
-    return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": "dp_replicate", "hybrid_fsdp_group": group}
+    return hybrid_arguments(parallel_dims.get_mesh(["dp_replicate", shard]), shard, "dp_replicate")
 
 
 def _refuse(

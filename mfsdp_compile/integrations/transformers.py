@@ -38,6 +38,7 @@ from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimi
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
+from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.metrics import StepMetrics, StepRecord
 from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
@@ -137,12 +138,7 @@ class ShardingArguments:
             raise ValueError(f"replicas={self.replicas} does not divide the {world_size} ranks.")
         shape = (self.replicas, world_size // self.replicas)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
-        return {
-            "device_mesh": mesh,
-            "dp_shard_dim": "shard",
-            "dp_outer_dim": "replica",
-            "hybrid_fsdp_group": mesh["replica", "shard"]._flatten("replica_shard").get_group(),
-        }
+        return hybrid_arguments(mesh, "shard", "replica")
 
 
 class StepMetricsCallback(TrainerCallback):
@@ -200,8 +196,8 @@ else:
 class MfsdpTrainerMixin(_Base):
     """Adds sharding to a subclass of ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
 
-    The model is sharded when training or evaluation begins, together with the optimizer if one was passed, and so is the
-    reference model of TRL's trainers, which every rank must run as often as the others. ``bf16`` and
+    The model is sharded when training or evaluation begins, together with the optimizer if one was passed, and so is
+    the reference model of TRL's trainers, which every rank must run as often as the others. ``bf16`` and
     ``fp16`` set the dtype that the model is gathered and computes in. Shards keep their values without rounding, as
     with accelerate and FSDP2; there is no autocast. ``torch_compile_backend`` selects the inner compiler:
     ``"inductor"`` or ``"aot_eager"``.
@@ -408,52 +404,40 @@ def _synced(generate: Callable[..., Any], topology: Topology) -> Callable[..., A
     return run
 
 
+_REFUSED = {
+    "deepspeed": "DeepSpeed shards the model too",
+    "fsdp": "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')",
+    "parallelism_config": "tensor, context and sequence parallelism are not supported here",
+    "auto_find_batch_size": "one rank out of memory leaves the others in a collective",
+    "fp16_full_eval": "shards cannot change their dtype; evaluation computes as training does",
+    "bf16_full_eval": "shards cannot change their dtype; evaluation computes as training does",
+    "save_on_each_node": "whole weights are gathered on the first rank alone",
+    "torch_compile_mode": "give compile_options={'inductor': {...}} in ShardingArguments",
+}
+"""Settings that cannot be honored where they are set, and why."""
+
+
 def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> None:
     """Raise ValueError for all arguments that cannot be honored."""
     backend = args.torch_compile_backend
     optim = getattr(args.optim, "value", args.optim)
-    refused = {
-        "deepspeed": (args.deepspeed, "DeepSpeed shards the model too"),
-        "fsdp": (
-            args.fsdp,
-            "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')",
-        ),
-        "parallelism_config": (
-            args.parallelism_config,
-            "tensor, context and sequence parallelism are not supported here",
-        ),
-        "auto_find_batch_size": (args.auto_find_batch_size, "one rank out of memory leaves the others in a collective"),
-        "fp16_full_eval": (
-            args.fp16_full_eval,
-            "shards cannot change their dtype; evaluation computes as training does",
-        ),
-        "bf16_full_eval": (
-            args.bf16_full_eval,
-            "shards cannot change their dtype; evaluation computes as training does",
-        ),
-        "save_on_each_node": (args.save_on_each_node, "whole weights are gathered on the first rank alone"),
-        "debug": ("underflow_overflow" in [getattr(d, "value", d) for d in args.debug], "its hooks read whole weights"),
-        "torch_compile_mode": (
-            args.torch_compile_mode,
-            "give compile_options={'inductor': {...}} in ShardingArguments",
-        ),
-        "torch_compile_backend": (
-            backend not in (None, *INNER_COMPILERS),
-            f"the compiler behind backend='mfsdp' is one of {', '.join(INNER_COMPILERS)}; leave it out for the default",
-        ),
-        "torch_compile": (
-            args.torch_compile and not sharding.compile,
-            "ShardingArguments(compile=False) says otherwise",
-        ),
-        "optim": (optim.startswith(_OPTIMIZERS), f"{optim} works on whole matrices or in backward"),
-        "ddp_broadcast_buffers": (
-            args.ddp_broadcast_buffers and (model is None or any(_saved_buffers(model))),
-            "each rank keeps its own buffers; use torch.nn.SyncBatchNorm, or broadcast them",
-        ),
-    }
-    complaints = [
-        f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, (given, why) in refused.items() if given
-    ]
+    refused = {name: why for name, why in _REFUSED.items() if getattr(args, name)}
+    if "underflow_overflow" in [getattr(d, "value", d) for d in args.debug]:
+        refused["debug"] = "its hooks read whole weights"
+    if backend not in (None, *INNER_COMPILERS):
+        inner = ", ".join(INNER_COMPILERS)
+        refused["torch_compile_backend"] = (
+            f"the compiler behind backend='mfsdp' is one of {inner}; leave it out for the default"
+        )
+    if args.torch_compile and not sharding.compile:
+        refused["torch_compile"] = "ShardingArguments(compile=False) says otherwise"
+    if optim.startswith(_OPTIMIZERS):
+        refused["optim"] = f"{optim} works on whole matrices or in backward"
+    if args.ddp_broadcast_buffers and (model is None or any(_saved_buffers(model))):
+        refused["ddp_broadcast_buffers"] = (
+            "each rank keeps its own buffers; use torch.nn.SyncBatchNorm, or broadcast them"
+        )
+    complaints = [f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, why in refused.items()]
     if args.parallel_mode != ParallelMode.DISTRIBUTED:
         complaints.append("  There is no process group: start the program with torchrun --nproc-per-node=N, 1 will do")
     if model is not None:

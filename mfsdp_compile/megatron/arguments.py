@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from .settings import Flag, known, setting_of
+from .settings import Setting, known, setting_of
 from .validation import SECTIONS, ConfigContainer
 
 __all__ = ["add_megatron_fsdp_arguments", "config_from_arguments"]
@@ -19,20 +19,20 @@ def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
         The parser.
     """
     group = parser.add_argument_group("Megatron FSDP")
-    flags: dict[str, tuple[Flag, str]] = {}
+    flags: dict[str, tuple[Setting, str]] = {}
     for section in SECTIONS.values():
-        for of in known(section).values():
-            if (flag := setting_of(of).flag) is not None:
-                flags.setdefault(flag.name, (flag, f"{of.name}: {setting_of(of).here}"))
-    for flag, here in flags.values():
-        how: dict[str, Any] = {"dest": flag.dest, "default": None, "help": here.replace("%", "%%")}
-        if flag.type is None:
+        for each in known(section).values():
+            if (setting := setting_of(each)).flag is not None:
+                flags.setdefault(setting.flag, (setting, f"{each.name}: {setting.meaning}"))
+    for flag, (setting, meaning) in flags.items():
+        how: dict[str, Any] = {"dest": setting.dest, "default": None, "help": meaning.replace("%", "%%")}
+        if setting.type is None:
             how["action"] = "store_const"
-            how["const"] = not flag.name.startswith("--no-")
+            how["const"] = not flag.startswith("--no-")
         else:
-            how.update(type=flag.type, choices=flag.choices, nargs=flag.nargs)
+            how.update(type=setting.type, choices=setting.choices, nargs=setting.nargs)
         with contextlib.suppress(argparse.ArgumentError):
-            group.add_argument(flag.name, **how)
+            group.add_argument(flag, **how)
     return parser
 
 
@@ -49,12 +49,12 @@ def config_from_arguments(arguments: argparse.Namespace) -> ConfigContainer:
     sections = {}
     for section, cls in SECTIONS.items():
         values: dict[str, Any] = {}
-        for name, of in known(cls).items():
-            flag = setting_of(of).flag
-            value = getattr(arguments, flag.dest if flag is not None else name, None)
-            if value is None and flag is not None:
-                value = flag.absent
-            elif flag is not None and flag.opposite:
+        for name, each in known(cls).items():
+            setting = setting_of(each)
+            value = getattr(arguments, name if setting.flag is None else setting.dest, None)
+            if value is None:
+                value = setting.absent
+            elif setting.opposite:
                 value = not value
             if value is not None:
                 values[name] = value

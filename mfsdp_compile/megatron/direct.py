@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.distributed_index import FSDPDistributedIndex
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.sharding import shard
+from mfsdp_compile.sharding_arguments import Arguments
 
 from .settings import DistributedDataParallelConfig
 from .translation import sharding_arguments
@@ -40,23 +41,27 @@ def shard_by_index(
     ddp_config: Any,
     mixed_precision_policy: PolicyArgument,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None,
+    disable_bucketing: bool,
     device: torch.device | None,
-    flags: dict[str, bool],
-) -> tuple[MegatronFSDP, Any]:
-    """Shard a model as the constructor of :class:`~mfsdp_compile.MegatronFSDP` describes it.
-
-    Args:
-        flags: The constructor's other arguments, by name.
+    fine_grained_recurse_module_types: Sequence[type[nn.Module]] | None,
+    **flags: bool,
+) -> tuple[ShardedModel, FSDPDistributedIndex, Any]:
+    """Shard a model by the arguments of the constructor of :class:`~mfsdp_compile.MegatronFSDP`, which describes them.
 
     Returns:
-        The sharded model, and the settings that it was sharded with.
+        What owns its buckets, the ranks that it is sharded over, and the settings that it was sharded with.
     """
+    if fine_grained_recurse_module_types is not None:
+        raise NotImplementedError(
+            "fine_grained_recurse_module_types is not implemented: modules inside of units are gathered one by one, "
+            "and none together with its children. Leave it at None, or make units of these modules."
+        )
     index = FSDPDistributedIndex.of(dist_index)
     if index is None:
         raise TypeError(
             f"MegatronFSDP takes the ranks as an FSDPDistributedIndex, got a {type(dist_index).__name__}: "
-            "MegatronFSDP(module, FSDPDistributedIndex(device_mesh, dp_shard_dim=...), ddp_config). For a device mesh, call "
-            "fully_shard_model(module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...])."
+            "MegatronFSDP(module, FSDPDistributedIndex(device_mesh, dp_shard_dim=...), ddp_config). For a device mesh, "
+            "call fully_shard_model(module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...])."
         )
     ddp = copy.copy(ddp_config) if ddp_config is not None else DistributedDataParallelConfig()
     ddp.use_megatron_fsdp = True
@@ -81,19 +86,6 @@ def shard_by_index(
             )
         arguments["mixed_precision_policy"] = mixed_precision_policy
     arguments["sync_model_each_microbatch"] = flags["sync_model_each_microbatch"]
-    sharded = fully_shard_model(
-        module,
-        index.device_mesh,
-        index.dp_shard_dim,
-        index.dp_outer_dim,
-        index.tp_dim,
-        index.hybrid_fsdp_group,
-        index.hybrid_fsdp_expt_group,
-        index.expt_device_mesh,
-        index.fsdp_group_ag,
-        index.expt_fsdp_group_ag,
-        fsdp_unit_modules=fsdp_unit_modules,
-        device=device,
-        **arguments,
-    )
-    return sharded, ddp
+    ranks = {name: value for name, value in vars(index).items() if name != "hsdp_outer_dp_shard"}
+    given = Arguments(fsdp_unit_modules=fsdp_unit_modules, device=device, **ranks, **arguments)
+    return *shard(module, given), ddp

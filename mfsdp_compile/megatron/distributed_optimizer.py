@@ -35,8 +35,8 @@ def DistributedOptimizer(
         optimizer: Built from the models' parameters after they were sharded.
         model_chunks: The sharded models, compiled or not.
         per_model_buffers: Their ``param_and_grad_buffer``, in the same order. None: taken from the models.
-        dump_param_to_param_group_map: Folder for the map from parameters to groups, of Megatron-LM's flag of this name; see
-            :func:`dump_param_to_param_group_map`. For one model. None: none is written.
+        dump_param_to_param_group_map: Folder for the map from parameters to groups, of Megatron-LM's flag of this name;
+            see :func:`dump_param_to_param_group_map`. For one model. None: none is written.
 
     Returns:
         The same optimizer. Learning-rate schedulers and ``torch.distributed.checkpoint`` accept it as before.
@@ -82,7 +82,7 @@ def DistributedOptimizer(
 def dump_param_to_param_group_map(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Write the number of each parameter's optimizer group, as Megatron-LM's flag ``--dump-param-to-param-group-map`` does.
+    """Write the number of each parameter's optimizer group, as ``--dump-param-to-param-group-map`` of Megatron-LM does.
 
     ``mfsdp print-torch-dcp-in-json`` makes the JSON file of it that conversion takes. The first rank writes.
 

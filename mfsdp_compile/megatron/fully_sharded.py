@@ -45,8 +45,8 @@ class FullyShardedDataParallel(MegatronFSDP):
         fsdp_unit_modules: Classes whose instances are units. None: the model's repeated blocks.
         disable_bucketing: Has no effect: parameters outside of units are one bucket.
         device: Device that holds the shards.
-        pg_collection: Megatron's process groups; see :func:`~.process_groups.mesh_arguments`. None: ranks are in Megatron's
-            standard order, with the sizes of ``config``.
+        pg_collection: Megatron's process groups; see :func:`~.process_groups.mesh_arguments`. None: ranks are in
+            Megatron's standard order, with the sizes of ``config``.
         sharding: Other arguments of :func:`~mfsdp_compile.fully_shard_model`, such as ``bucket_bytes``, ``init_fn`` or
             ``device_mesh``.
 
@@ -77,8 +77,8 @@ class FullyShardedDataParallel(MegatronFSDP):
             decided = sharding_arguments(model_settings, ddp_settings)
             if twice := sorted(sharding.keys() & decided.keys()):
                 raise TypeError(
-                    f"FullyShardedDataParallel got {', '.join(twice)}, which config and ddp_config decide. Set them there, or use "
-                    "fully_shard_model."
+                    f"FullyShardedDataParallel got {', '.join(twice)}, which config and ddp_config decide. Set them "
+                    "there, or use fully_shard_model."
                 )
             if has_meta(module) and not decided["init_model_with_meta_device"]:
                 decided["init_model_with_meta_device"] = True
@@ -183,8 +183,8 @@ def _validated(config: Any, ddp_config: Any) -> tuple[Any, Any]:
     model, ddp = copy.copy(config), copy.copy(ddp_config)
     if not getattr(ddp, "use_megatron_fsdp", True):
         raise ValueError(
-            "ddp_config.use_megatron_fsdp is False, and FullyShardedDataParallel is Megatron FSDP. Set ddp_config.use_megatron_fsdp "
-            "= True."
+            "ddp_config.use_megatron_fsdp is False, and FullyShardedDataParallel is Megatron FSDP. Set "
+            "ddp_config.use_megatron_fsdp = True."
         )
     ddp.use_megatron_fsdp = True
     validate(SimpleNamespace(model=model, ddp=ddp))
@@ -202,8 +202,8 @@ def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[s
     parts = mesh[outer].size() if mesh is not None and outer is not None else 1
     if parts != instances:
         raise ValueError(
-            f"num_distributed_optimizer_instances={instances}, and device_mesh with dp_outer_dim={outer!r} has {parts}. Set it to the "
-            "size of that dimension."
+            f"num_distributed_optimizer_instances={instances}, and device_mesh with dp_outer_dim={outer!r} has "
+            f"{parts}. Set it to the size of that dimension."
         )
     return {}
 
@@ -215,9 +215,9 @@ def _look_for_parts(module: nn.Module, config: Any) -> None:
         isinstance(param, DTensor) or getattr(param, "tensor_model_parallel", False) for param in module.parameters()
     ):
         warn(
-            f"tensor_model_parallel_size is {size}, but no parameter is marked as a part (tensor_model_parallel=True) or is a "
-            f"DTensor: each of the {size} tensor-parallel ranks holds all parameters, and must get the same data. Build the model "
-            "of tensor-parallel layers, or set it to 1.",
+            f"tensor_model_parallel_size is {size}, but no parameter is marked as a part (tensor_model_parallel=True) "
+            f"or is a DTensor: each of the {size} tensor-parallel ranks holds all parameters, and must get the same "
+            "data. Build the model of tensor-parallel layers, or set it to 1.",
         )
 
 

@@ -24,7 +24,8 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
             sharding.
         pg_collection: Megatron's ``ProcessGroupCollection``, or an object with its attributes. These are used:
             ``dp_cp``; with several instances, ``intra_dp_cp`` and ``inter_dist_opt``; ``tp``; and with ``ep``,
-            ``expt_dp`` or ``intra_expt_dp``. None: ranks are in Megatron's standard order, with the sizes of ``config``.
+            ``expt_dp`` or ``intra_expt_dp``. None: ranks are in Megatron's standard order, with the sizes of
+            ``config``.
 
     Raises:
         ValueError: If ranks cannot be divided, or their order is not the sizes' alone to tell.
@@ -62,16 +63,17 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
     inside = getattr(config, "expert_tensor_parallel_size", None) or tensor
     if experts > 1 and inside > 1:
         raise NotImplementedError(
-            f"expert_model_parallel_size is {experts}, and {inside} ranks divide each expert: expert_tensor_parallel_size is "
-            f"{getattr(config, 'expert_tensor_parallel_size', None)}, where None is tensor_model_parallel_size. Megatron's "
-            "tensor-parallel experts are not implemented. Set expert_tensor_parallel_size=1: tensor-parallel ranks then hold "
-            "different experts."
+            f"expert_model_parallel_size is {experts}, and {inside} ranks divide each expert: "
+            f"expert_tensor_parallel_size is {getattr(config, 'expert_tensor_parallel_size', None)}, where None is "
+            "tensor_model_parallel_size. Megatron's tensor-parallel experts are not implemented. Set "
+            "expert_tensor_parallel_size=1: tensor-parallel ranks then hold different experts."
         )
     ranks, divisor = dist.get_world_size(), tensor * stages * sizes["context"]
     if ranks % divisor:
         raise ValueError(
-            f"{ranks} ranks cannot be divided by tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={stages} x "
-            f"context_parallel_size={sizes['context']}. Start a multiple of {divisor}, or change these."
+            f"{ranks} ranks cannot be divided by tensor_model_parallel_size={tensor} x "
+            f"pipeline_model_parallel_size={stages} x context_parallel_size={sizes['context']}. Start a multiple of "
+            f"{divisor}, or change these."
         )
     data = ranks // (tensor * stages)
     if data % instances:
@@ -81,8 +83,8 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
     inner = data // instances
     if inner * tensor % experts:
         raise ValueError(
-            f"expert_model_parallel_size={experts} must divide the {inner * tensor} data-parallel and tensor-parallel ranks that "
-            "share or divide parameters."
+            f"expert_model_parallel_size={experts} must divide the {inner * tensor} data-parallel and tensor-parallel "
+            "ranks that share or divide parameters."
         )
     outside = {_STAGES: stages, _OUTER: instances}
     mesh = _new_mesh({**outside, _INNER: inner, _TENSOR: tensor})
@@ -100,11 +102,11 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
 
 
 def _new_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    """Build a mesh of all ranks, outermost dimension first, and return this stage's part. Of size 1, only ``dp_cp`` stays."""
+    """Build a mesh of all ranks, outermost dimension first; return this stage's part. Only ``dp_cp`` may be 1."""
     dims = {name: size for name, size in sizes.items() if size > 1 or name == _INNER}
     mesh = init_device_mesh(compat.device_type(), tuple(dims.values()), mesh_dim_names=tuple(dims))
-    mine = tuple(name for name in dims if name != _STAGES)
-    return mesh if len(mine) == len(dims) else mesh[mine]
+    own = tuple(name for name in dims if name != _STAGES)
+    return mesh if len(own) == len(dims) else mesh[own]
 
 
 def _experts(pg_collection: Any, outer: dist.ProcessGroup | None, has_tensor_parallel: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .settings import (
     TrainingConfig,
     TransformerConfig,
     Treatment,
+    Values,
     known,
     setting_of,
 )
@@ -62,21 +63,22 @@ class Adjustment:
 
 
 _APPLIED_BY_BRIDGE = {
-    "mixed_precision": "ddp.grad_reduce_in_fp32 and the dtypes of ddp, and build the model in the dtype that it computes in",
+    "mixed_precision": "ddp.grad_reduce_in_fp32 and the dtypes of ddp, and build the model in the dtype that it "
+    "computes in",
     "comm_overlap": "ddp.overlap_grad_reduce and ddp.overlap_param_gather",
 }
 """Sections of Megatron-Bridge that change others, and what to set in their place."""
 
 
-class ConfigContainer:
+class ConfigContainer(Values):
     """All settings, as in Megatron-Bridge.
 
     Args:
         model, dist, ddp, optimizer, checkpoint: Objects of the classes in :mod:`.settings`, Megatron's, or others with
             the same attributes.
         scheduler, train: For the program.
-        others: Megatron-Bridge's other sections (``dataset``, ``tokenizer``, ``logger``, ...), for the program. Those that
-            Megatron-Bridge applies to the sections above are refused by :meth:`validate`.
+        others: Megatron-Bridge's other sections (``dataset``, ``tokenizer``, ``logger``, ...), for the program. Those
+            that Megatron-Bridge applies to the sections above are refused by :meth:`validate`.
     """
 
     def __init__(
@@ -100,17 +102,9 @@ class ConfigContainer:
         self.train = train if train is not None else TrainingConfig()
         vars(self).update(others)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConfigContainer) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"ConfigContainer({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
     @property
     def unread(self) -> list[str]:
-        """Settings that nothing in this package reads: they are for the program. ``"optimizer.lr"``, or a section's name."""
+        """Settings for the program, which nothing in this package reads: ``"optimizer.lr"``, or a section's name."""
         found = []
         for name, section in vars(self).items():
             if isinstance(section, Section):
@@ -128,8 +122,8 @@ class ConfigContainer:
         for name, instead in _APPLIED_BY_BRIDGE.items():
             if getattr(self, name, None) is not None:
                 raise NotImplementedError(
-                    f"The section {name} of Megatron-Bridge changes other sections, and nothing here applies it. Leave it out, and "
-                    f"set {instead}."
+                    f"The section {name} of Megatron-Bridge changes other sections, and nothing here applies it. Leave "
+                    f"it out, and set {instead}."
                 )
         adjustments = validate(self)
         if self.unread and _is_first_rank():
@@ -206,33 +200,33 @@ class _Settings:
         Empty lists count as None.
         """
         for section, cls in SECTIONS.items():
-            for name, of in known(cls).items():
+            for name, each in known(cls).items():
                 value = self[f"{section}.{name}"]
-                if setting_of(of).kind is kind and value not in (of.default, []):
-                    yield f"{section}.{name}", value, of.default, setting_of(of).here
+                if setting_of(each).kind is kind and value not in (each.default, []):
+                    yield f"{section}.{name}", value, each.default, setting_of(each).meaning
 
 
 def _is_enabled(settings: _Settings) -> bool:
-    said = {
+    enabled = {
         name: settings[f"{name}.use_megatron_fsdp"] for name in ("dist", "ddp") if settings.section(name) is not None
     }
-    if any(said.values()) and settings["dist.use_torch_fsdp2"]:
+    if any(enabled.values()) and settings["dist.use_torch_fsdp2"]:
         raise ValueError(
-            "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually exclusive: choose "
-            "one FSDP implementation, and set the other to False."
+            "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually "
+            "exclusive: choose one FSDP implementation, and set the other to False."
         )
-    if len(set(said.values())) > 1:
-        on, off = sorted(said, key=lambda name: not said[name])
+    if len(set(enabled.values())) > 1:
+        on, off = sorted(enabled, key=lambda name: not enabled[name])
         raise ValueError(
-            f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: set "
-            f"{off}.use_megatron_fsdp = True too."
+            f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: "
+            f"set {off}.use_megatron_fsdp = True too."
         )
-    if any(said.values()):
+    if any(enabled.values()):
         return True
     if settings["checkpoint.ckpt_format"] == "fsdp_dtensor":
         raise ValueError(
-            "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = True in "
-            "dist and ddp, or another ckpt_format."
+            "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = "
+            "True in dist and ddp, or another ckpt_format."
         )
     return False
 
@@ -253,15 +247,15 @@ def _has_wrong_format(settings: _Settings) -> bool:
 def _check(settings: _Settings) -> None:
     if settings["dist.use_tp_pp_dp_mapping"]:
         raise ValueError(
-            "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. Remove "
-            "use_tp_pp_dp_mapping=True from the configuration."
+            "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. "
+            "Remove use_tp_pp_dp_mapping=True from the configuration."
         )
     if _has_wrong_format(settings):
         found = settings["checkpoint.ckpt_format"] or "torch_dist"
         raise ValueError(
             f"Megatron FSDP only supports fsdp_dtensor checkpoint format, and checkpoint.ckpt_format is {found!r}. Set "
-            "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints of torch_dist "
-            "ones."
+            "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints "
+            "of torch_dist ones."
         )
     strategy = ShardingStrategy.of(settings["ddp.data_parallel_sharding_strategy"], "data_parallel_sharding_strategy")
     outer = ShardingStrategy.of(settings["ddp.outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
@@ -280,17 +274,18 @@ def _check(settings: _Settings) -> None:
             )
     if settings["ddp.fsdp_manual_registration"] and not settings["ddp.nccl_ub"]:
         raise ValueError(
-            "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or fsdp_manual_registration=False."
+            "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or "
+            "fsdp_manual_registration=False."
         )
     if (graphs := settings["model.cuda_graph_impl"]) not in ("none", "full_iteration") and not _captures(settings):
         raise ValueError(
-            f"model.cuda_graph_impl={graphs!r} captures single layers, without the collectives between them. Megatron FSDP "
-            "supports 'none' and 'full_iteration'."
+            f"model.cuda_graph_impl={graphs!r} captures single layers, without the collectives between them. Megatron "
+            "FSDP supports 'none' and 'full_iteration'."
         )
     if _captures(settings) and settings["ddp.check_for_nan_in_grad"]:
         raise ValueError(
-            "ddp.check_for_nan_in_grad reads values on the host in each backward, which a CUDA graph cannot do. Set it to "
-            "False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
+            "ddp.check_for_nan_in_grad reads values on the host in each backward, which a CUDA graph cannot do. Set it "
+            "to False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warn(
@@ -309,18 +304,18 @@ def _captures(settings: _Settings) -> bool:
 
 
 def _refuse(settings: _Settings) -> None:
-    for path, value, default, here in settings.of_kind(Treatment.REFUSED):
-        raise NotImplementedError(f"{path}={value!r} is not implemented: {here}. Leave it at {default!r}.")
+    for path, value, default, meaning in settings.of_kind(Treatment.REFUSED):
+        raise NotImplementedError(f"{path}={value!r} is not implemented: {meaning}. Leave it at {default!r}.")
     ddp = settings.section("ddp")
     if not dataclasses.is_dataclass(ddp):
         return
-    for of in dataclasses.fields(ddp):
-        default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
-        if of.name in known(DistributedDataParallelConfig) or default is dataclasses.MISSING:
+    for each in dataclasses.fields(ddp):
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name in known(DistributedDataParallelConfig) or default is dataclasses.MISSING:
             continue
-        if (value := getattr(ddp, of.name)) != default:
+        if (value := getattr(ddp, each.name)) != default:
             raise NotImplementedError(
-                f"ddp.{of.name}={value!r} is not implemented: this setting is unknown to mfsdp-compile. Leave it at "
+                f"ddp.{each.name}={value!r} is not implemented: this setting is unknown to mfsdp-compile. Leave it at "
                 f"{default!r}."
             )
 
@@ -343,14 +338,11 @@ def _adjust(settings: _Settings) -> None:
             True,
             "Megatron FSDP always shards optimizer state as parameters are",
         )
-    if settings["ddp.nccl_ub"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "nccl_ub needs it")
     if _captures(settings):
         settings.adjust("ddp.megatron_fsdp_cuda_graph_mode", True, "graphs of whole iterations need it")
-    if settings["ddp.megatron_fsdp_cuda_graph_mode"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_cuda_graph_mode needs it")
-    if settings["ddp.megatron_fsdp_max_pool_double_buffer"]:
-        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_max_pool_double_buffer needs it")
+    for name in ("nccl_ub", "megatron_fsdp_cuda_graph_mode", "megatron_fsdp_max_pool_double_buffer"):
+        if settings[f"ddp.{name}"]:
+            settings.adjust("ddp.fsdp_double_buffer", True, f"{name} needs it")
     if settings["optimizer.use_precision_aware_optimizer"]:
         settings.adjust(
             "ddp.megatron_fsdp_use_decoupled_grad", True, "a precision-aware optimizer reads parameter.decoupled_grad"
@@ -359,5 +351,5 @@ def _adjust(settings: _Settings) -> None:
         settings.adjust("ddp.overlap_grad_reduce", True, f"{strategy.name.lower()} reduces gradients within backward")
     if strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
         settings.adjust("ddp.overlap_param_gather", True, f"{strategy.name.lower()} gathers parameters within forward")
-    for path, value, _, here in settings.of_kind(Treatment.IDLE):
-        settings.adjustments.append(Adjustment(path, value, value, here))
+    for path, value, _, meaning in settings.of_kind(Treatment.IDLE):
+        settings.adjustments.append(Adjustment(path, value, value, meaning))

@@ -104,8 +104,8 @@ class Llama(nn.Module):
     Args:
         config: Sizes.
         attend: Computes attention. If sequences are divided over ranks, pass
-            :meth:`mfsdp_compile.parallel.context_parallel.ContextParallel.attention`; each call of ``forward`` then takes the
-            ``positions`` of its tokens, int64 ``[length]``.
+            :meth:`mfsdp_compile.parallel.context_parallel.ContextParallel.attention`; each call of ``forward`` then
+            takes the ``positions`` of its tokens, int64 ``[length]``.
         stage, stages: Stage of a pipeline, and number of stages. The model has the layers :func:`layers_of_stage`. All
             stages except the first take the output of the previous one, ``[batch, length, width]``; all except the last
             return such a tensor.

@@ -63,8 +63,8 @@ class MoeConfig(LlamaConfig):
 class Experts(nn.Module):
     """This rank's experts, ``up [experts, width, 2 * hidden]`` and ``down [experts, hidden, width]``.
 
-    Their values are those that one process with all experts would draw. With ``parts``, this rank has the columns of its
-    hidden units in both halves of ``up``, and ``hidden`` is divided by their number.
+    Their values are those that one process with all experts would draw. With ``parts``, this rank has the columns of
+    its hidden units in both halves of ``up``, and ``hidden`` is divided by their number.
 
     Args:
         ranks, rank: Number of ranks that divide the experts, and this rank's number among them.
@@ -319,8 +319,8 @@ def parallelize(model: MoeLlama, mesh: DeviceMesh) -> MoeLlama:
     rank, and compute its own positions.
 
     Args:
-        mesh: A mesh with one dimension, whose size divides the number of heads of keys and values. The length of a batch must be a multiple
-            of it.
+        mesh: A mesh with one dimension, whose size divides the number of heads of keys and values. The length of a
+            batch must be a multiple of it.
 
     Raises:
         ValueError: It does not divide them.

@@ -154,8 +154,8 @@ class ContextParallel:
         if key.shape[:-1] != value.shape[:-1] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"Context-parallel attention got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
-                f"{tuple(value.shape)}; it takes [batch, heads, length, width] of equal lengths, with heads of keys and "
-                "values that divide those of queries. Attention to another sequence needs no context parallelism."
+                f"{tuple(value.shape)}; it takes [batch, heads, length, width] of equal lengths, with heads of keys "
+                "and values that divide those of queries. Attention to another sequence needs no context parallelism."
             )
         if self.rotate_method == "alltoall":
             self._check_for_ring(query, key, value, dropout_p)

@@ -84,8 +84,7 @@ def held_memory(model: nn.Module) -> HeldMemory:
 def _gradient_bytes(bucket: Bucket) -> int:
     if not bucket.plan.requires_grad:
         return 0
-    layout, first = bucket.plan.layout, bucket.exchange
-    waits_whole = first.may_wait(0)
+    layout, waits_whole = bucket.plan.layout, bucket.exchange.may_wait(0)
     return (layout.numel if waits_whole else layout.shard_numel) * bucket.plan.grad_dtype.itemsize
 
 
@@ -202,10 +201,10 @@ class PipelineStage(pipelining.PipelineStage):
 def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:
     if len(both := set(model) & set(pipeline)) > 1:
         raise ValueError(
-            f"A pipeline stage is sharded over ranks {list(model)}, and the pipeline goes through ranks {list(pipeline)}: ranks "
-            f"{sorted(both)} cannot hold the same stage and different ones. Pass fully_shard_model the mesh dimension of ranks "
-            "that hold the same stage (device_mesh=mesh['dp']), and PipelineStage the group of the other "
-            "(group=mesh['pp'].get_group())."
+            f"A pipeline stage is sharded over ranks {list(model)}, and the pipeline goes through ranks "
+            f"{list(pipeline)}: ranks {sorted(both)} cannot hold the same stage and different ones. Pass "
+            "fully_shard_model the mesh dimension of ranks that hold the same stage (device_mesh=mesh['dp']), and "
+            "PipelineStage the group of the other (group=mesh['pp'].get_group())."
         )
 
 

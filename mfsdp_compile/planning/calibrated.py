@@ -19,7 +19,8 @@ from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
 
-from .calibration import ON_CPU, ON_CUDA, Effort, Shapes, describe, measure_rank, threads_of
+from .calibration import describe, threads_of
+from .measuring import ON_CPU, ON_CUDA, Effort, Shapes, measure_rank
 from .workloads import workload
 
 __all__ = ["cache_folder", "calibrated", "quick", "shapes_of", "shapes_of_workload"]
@@ -62,8 +63,8 @@ def shapes_of_workload(model: str, batch: int | None = None, length: int | None 
 
     Args:
         model: What :func:`~mfsdp_compile.planning.workload` takes.
-        batch, length: Sequences per rank, and their length. None: those of the demo for ``"demo"``; otherwise 1, and the
-            model's default length.
+        batch, length: Sequences per rank, and their length. None: those of the demo for ``"demo"``; otherwise 1, and
+            the model's default length.
 
     Raises:
         ValueError: There is no such model, or it has no linear layers.

@@ -21,8 +21,8 @@ from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
+from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
-from mfsdp_compile.passes.solver.solve import gib
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
@@ -30,8 +30,11 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 from . import published
+from .jobs import Job, Planned
 from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of
-from .planner import Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
+from .on_ranks import problem_of
+from .planner import Forecast, plan, planned
+from .sizes import best_size, knee_bytes, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
@@ -43,13 +46,21 @@ OFFLOAD: dict[str, OffloadedUnits | Literal["auto"]] = {
     "auto": "auto",
 }
 ACTIVATION_OFFLOAD: dict[str, bool | Literal["auto"]] = {"none": False, "all": True, "auto": "auto"}
+_DEGREES = {
+    "ep": "ranks that divide experts",
+    "tp": "ranks that divide the whole model except for experts",
+    "cp": "ranks that divide sequences",
+    "pp": "pipeline stages (1F1B)",
+    "etp": "ranks that divide each expert (expert tensor parallelism)",
+}
+"""Options with the numbers of :class:`.Degrees`, in its order."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Predicts memory, step time and exposed communication of a training run, from a model that is never made and ranks "
-        "that do not exist. Every number is simulated."
+        "Predicts memory, step time and exposed communication of a training run, from a model that is never made and "
+        "ranks that do not exist. Every number is simulated."
     )
     parser.add_argument(
         "--model",
@@ -60,25 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world", default="8", help="numbers of ranks, with commas, such as 8,64,512 (default: %(default)s)"
     )
-    parser.add_argument(
-        "--ep", default="1", help="numbers of ranks that divide experts, with commas (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tp",
-        default="1",
-        help="numbers of ranks that divide the whole model except for experts, with commas (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--etp",
-        default="1",
-        help="numbers of ranks that divide each expert (expert tensor parallelism), with commas (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cp", default="1", help="numbers of ranks that divide sequences, with commas (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--pp", default="1", help="numbers of pipeline stages (1F1B), with commas (default: %(default)s)"
-    )
+    for option, numbers in _DEGREES.items():
+        parser.add_argument(
+            f"--{option}", default="1", help=f"numbers of {numbers}, with commas (default: %(default)s)"
+        )
     parser.add_argument(
         "--microbatches",
         type=int,
@@ -125,13 +121,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         choices=(*CHECKPOINT, "auto"),
         default="none",
-        help="activation checkpointing; auto: try each kind, with each --activation-offload if that is not given, and plan with "
-        "the fastest that fits (default: %(default)s)",
+        help="activation checkpointing; auto: try each kind, with each --activation-offload if that is not given, and "
+        "plan with the fastest that fits (default: %(default)s)",
     )
     parser.add_argument(
         "--bucket",
-        help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes of units and of buckets "
-        "for the best plan",
+        help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes of units and of "
+        "buckets for the best plan",
     )
     parser.add_argument(
         "--unit", help="join neighboring units that are smaller until they have this many bytes, such as 512MiB"
@@ -158,21 +154,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reshard",
         default="auto",
-        help="whether the backward gathers again: true, false, auto, or a number of neighbors to gather over, as the option "
-        "reshard_after_forward (default: %(default)s)",
+        help="whether the backward gathers again: true, false, auto, or a number of neighbors to gather over, as the "
+        "option reshard_after_forward (default: %(default)s)",
     )
     parser.add_argument(
         "--offload",
         choices=OFFLOAD,
         default="none",
-        help="keep optimizer state and gradients in host memory (offload_policy=OptimizerOffloadPolicy()), or shards too "
-        "(CPUOffloadPolicy()); auto: of as many units as it takes to fit (default: %(default)s)",
+        help="keep optimizer state and gradients in host memory (offload_policy=OptimizerOffloadPolicy()), or shards "
+        "too (CPUOffloadPolicy()); auto: of as many units as it takes to fit (default: %(default)s)",
     )
     parser.add_argument(
         "--activation-offload",
         choices=ACTIVATION_OFFLOAD,
-        help="keep values that are saved for backward in host memory meanwhile, as the option activation_offload; auto: those "
-        "that are copied while the next unit computes (default: none)",
+        help="keep values that are saved for backward in host memory meanwhile, as the option activation_offload; "
+        "auto: those that are copied while the next unit computes (default: none)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
@@ -184,7 +180,7 @@ def run(given: argparse.Namespace) -> int:
     """Run the command line. Returns the exit code: 0, 1 if nothing fits, or 2 if the arguments are wrong."""
     gc.disable()  # everything made here is needed to the end, and scanning it takes a fifth of the time
     try:
-        return _run(given, Console())
+        return _run(given, Console(highlight=False))
     finally:
         gc.freeze()  # avoids scanning it when Python exits
 
@@ -192,27 +188,13 @@ def run(given: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace, console: Console) -> int:
     try:
         worlds = _numbers(given.world, "--world")
-        degrees = [
-            Degrees(*sizes)
-            for sizes in itertools.product(
-                *(_numbers(getattr(given, kind), f"--{kind}") for kind in ("ep", "tp", "cp", "pp", "etp"))
-            )
-        ]
-        work = workload(
-            given.model,
-            batch=given.batch,
-            length=given.seq,
-            dtype=DTYPES[given.dtype],
-        )
+        tried = (_numbers(getattr(given, option), f"--{option}") for option in _DEGREES)
+        degrees = [Degrees(*sizes) for sizes in itertools.product(*tried)]
+        work = workload(given.model, batch=given.batch, length=given.seq, dtype=DTYPES[given.dtype])
         if given.fp8_wgrad and given.fp8_matmul is None:
             raise ValueError("--fp8-wgrad needs --fp8-matmul")
         param_dtype = DTYPES[given.param_dtype] if given.param_dtype is not None else None
-        work = replace(
-            work,
-            param_dtype=param_dtype,
-            fp8_matmul=given.fp8_matmul,
-            fp8_wgrad=given.fp8_wgrad,
-        )
+        work = replace(work, param_dtype=param_dtype, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
         if given.microbatches is not None and given.microbatches < 1:
             raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
@@ -270,17 +252,17 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     if given.details or given.html:
         report = report_of(forecast, planned(forecast.job_of(best), forecast.stages, best.candidate, details=True))
         if given.details:
-            console.print(to_text(report), highlight=False, markup=False)
+            console.print(to_text(report), markup=False)
         if given.html:
             path = Path(given.html)
             files = write(report, path.parent, path.stem)
-            console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
+            console.print(f"report: {files['html']}, {files['text']}, {files['trace']}")
     if given.schedule:
         assert best.decisions is not None
         ScheduleText.of(
             problem_of(forecast.job_of(best), forecast.trace_of(best), best.candidate).lines(best.decisions)
         ).save(given.schedule)
-        console.print(f"schedule: {given.schedule}", highlight=False)
+        console.print(f"schedule: {given.schedule}")
     return 0
 
 
@@ -311,12 +293,8 @@ def _remark(row: Planned, is_best: bool) -> str:
 
 
 def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast) -> None:
-    console.print("the best plan with each way to save values for backward:", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("values for backward", "sharding", "GiB", "in host memory", "step", "tok/s", ""):
-        table.add_column(
-            name, justify="left" if name in ("values for backward", "sharding", "") else "right", no_wrap=True
-        )
+    console.print("the best plan with each way to save values for backward:")
+    table = _table("values for backward", "sharding", "GiB", "in host memory", "step", "tok/s", "")
     for forecast in forecasts:
         row = forecast.best or min(forecast.rows, key=lambda row: row.needed)
         host = max(stage.outlines[Phase.FORWARD].host_bytes for stage in forecast.stages)
@@ -362,63 +340,51 @@ def _show(console: Console, forecast: Forecast) -> None:
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, {_saving(job.work)}, "
         f"{job.optimizer.name}{_quantized(job)}",
-        highlight=False,
     )
     console.print(
         f"on {job.hardware.name}; all figures are simulated, GiB are what a rank's tensors take, tok/s are tokens per "
         "second of one rank, kept is how many buckets stay gathered for the backward"
         f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
-        highlight=False,
     )
-    console.print("assumes", highlight=False)
+    console.print("assumes")
     for line in assumptions(job):
-        console.print(f"- {line}", highlight=False, markup=False)
+        console.print(f"- {line}", markup=False)
     pipelined = any(row.candidate.degrees.pipeline > 1 for row in forecast.rows)
     if pipelined:
         console.print(
-            "PP: stages in turns of one forward and one backward, "
-            f"{job.microbatches or 'four times as many'} microbatches{'' if job.microbatches else ' as stages'} of so many "
-            "sequences in a step; GiB are those of the largest stage, idle is its share of waiting for others, and kept at the "
-            "end of a name: parameters are gathered once per step",
-            highlight=False,
+            f"PP: stages in turns of one forward and one backward, {job.microbatches or 'four times as many'} "
+            f"microbatches{'' if job.microbatches else ' as stages'} of so many sequences in a step; GiB are those of "
+            "the largest stage, idle is its share of waiting for others, and kept at the end of a name: parameters "
+            "are gathered once per step",
         )
     offloaded = any(row.offload != NOTHING for row in forecast.rows)
     if offloaded:
         console.print(
-            "host is what a rank has in host memory, of so many units: their optimizer state and gradients (optimizer), or also "
-            "their shards (all)",
-            highlight=False,
+            "host is what a rank has in host memory, of so many units: their optimizer state and gradients "
+            "(optimizer), or also their shards (all)",
         )
     if job.work.activation_offload:
         saved = max(stage.outlines[Phase.FORWARD].host_bytes for stage in stages)
         console.print(
             f"{bytes_text(saved)} of values saved for backward are in host memory from forward to backward"
             f"{', for each microbatch' if pipelined else ''}",
-            highlight=False,
         )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     host, idle = ["host"] if offloaded else [], ["idle"] if pipelined else []
-    for name in ("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", ""):
-        table.add_column(name, justify="left" if name in ("sharding", "") else "right", no_wrap=True)
+    table = _table("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", "")
     for row in forecast.rows:
         table.add_row(*_cells(forecast, row, pipelined, offloaded), style=None if row.timeline else "dim")
     _print_table(console, table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
-        console.print(
-            f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}", highlight=False
-        )
+        console.print(f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}")
     elif not forecast.best.fits:
         console.print(
             "No plan is sure to fit: the best one fits if less is reserved than in some published runs.",
-            highlight=False,
         )
     if forecast.smallest_world is not None:
-        console.print(
-            f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}", highlight=False
-        )
+        console.print(f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}")
     else:
-        console.print("It fits on no number of ranks with these units and this batch.", highlight=False)
+        console.print("It fits on no number of ranks with these units and this batch.")
 
 
 def assumptions(job: Job) -> list[str]:
@@ -460,6 +426,14 @@ def _quantized(job: Job) -> str:
     return found
 
 
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        in_words = name in ("values for backward", "sharding", "")
+        table.add_column(name, justify="left" if in_words else "right", no_wrap=True)
+    return table
+
+
 def _print_table(console: Console, table: Table) -> None:
     """Print a table in full width, however narrow the terminal is."""
     width = console.width
@@ -471,12 +445,8 @@ def _print_table(console: Console, table: Table) -> None:
 def _show_sizes(console: Console, forecast: Forecast) -> None:
     assert forecast.best is not None
     candidate = forecast.best.candidate
-    console.print(
-        f"{candidate} on {candidate.world:,} ranks, with units joined or parted into buckets", highlight=False
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", ""):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    console.print(f"{candidate} on {candidate.world:,} ranks, with units joined or parted into buckets")
+    table = _table("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", "")
     rows = sizes(forecast.job, forecast.stages, candidate)
     best = best_size(rows)
     for row in rows:
@@ -492,9 +462,8 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
     knee = knee_bytes(candidate, forecast.job.hardware)
     small = sum(info.gathered_bytes < knee for info in rows[0].planned.context.buckets)
     console.print(
-        f"A gather reaches nine tenths of this network's bandwidth from {bytes_text(knee)} on; without joining, {small} of "
-        f"{len(rows[0].planned.context.buckets)} buckets are smaller. fully_shard_model takes both sizes.",
-        highlight=False,
+        f"A gather reaches nine tenths of this network's bandwidth from {bytes_text(knee)} on; without joining, "
+        f"{small} of {len(rows[0].planned.context.buckets)} buckets are smaller. fully_shard_model takes both sizes.",
     )
 
 
@@ -534,17 +503,17 @@ def _show_offload(console: Console, best: Planned) -> None:
     said = []
     for policy, names in (("CPUOffloadPolicy()", whole), ("OptimizerOffloadPolicy()", optimizer)):
         if len(names) == len(units):
-            console.print(f"offload_policy={policy}", highlight=False, markup=False)
+            console.print(f"offload_policy={policy}", markup=False)
             return
         names = ["the model itself" if name == "root" else name for name in names]
         if names:
             said.append(
-                f"{policy} for {names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} ({len(names)} of {len(units)} units)"
+                f"{policy} for {names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} ({len(names)} of {len(units)} "
+                "units)"
             )
     if said:
         console.print(
             f"offload_policy: a mapping of modules, with {' and '.join(said)}, in the order of forward",
-            highlight=False,
             markup=False,
         )
 
@@ -561,12 +530,11 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
     job, traced = forecast.job_of(row), forecast.trace_of(row)
     assert row.timeline is not None
     assert row.decisions is not None
-    shown = replace(row, timeline=row.timeline)
     of = f", backward gathers portions over {row.portion_size}," if row.portion_size else ""
     numbers = [
         ("sharding", f"{row.candidate}{of} over {row.candidate.world:,} ranks"),
-        ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
-        ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
+        ("tokens per second and rank", f"{forecast.tokens_per_second(row):,.0f} (predicted)"),
+        ("model FLOPs utilisation", f"{forecast.mfu(row):.1%} (predicted)"),
     ]
     if row.candidate.degrees.pipeline > 1:
         stages, microbatches = row.candidate.degrees.pipeline, job.microbatches_of(row.candidate)

@@ -20,6 +20,7 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.reasons import explained
 from mfsdp_compile.passes.solver.simulate import (
     Exposure,
     Stage,
@@ -29,7 +30,6 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
 
@@ -88,14 +88,17 @@ class _Compiled:
 def _why_nothing(records: Sequence[CompileRecord]) -> str:
     start = "There is nothing to report: "
     if not records:
-        return f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training step."
+        return (
+            f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training "
+            "step."
+        )
     failed = [f"{phase.value}: {why}" for r in records for phase, why in r.unpredicted.items()]
     if failed:
         return f"{start}the graphs could not be followed ({'; '.join(failed)}). Please report this."
     if not any(r.context.whole_model for r in records):
         return (
-            f"{start}no graph holds the whole model; mfsdp_compile.explain(model, *inputs) says where it breaks. Compile with "
-            "fullgraph=True."
+            f"{start}no graph holds the whole model; mfsdp_compile.explain(model, *inputs) says where it breaks. "
+            "Compile with fullgraph=True."
         )
     if all(not r.schedules for r in records):
         return f"{start}the graphs came from a compile cache. Compile with options={{'report': True}}."

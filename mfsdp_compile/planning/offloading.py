@@ -1,7 +1,7 @@
 """Which units a plan keeps in host memory.
 
-Units are offloaded in the model's order, from the first on. With more of them, a rank's device needs less memory, and the
-link and the CPU have more to do:
+Units are offloaded in the model's order, from the first on. With more of them, a rank's device needs less memory, and
+the link and the CPU have more to do:
 
     0              n              2 n     steps for n units
     |- optimizer --|-- shards too --|
@@ -47,7 +47,7 @@ NOTHING = OffloadedUnits()
 
 
 def modules_of(buckets: Sequence[BucketInfo]) -> list[str]:
-    """Return the names of the modules that units belong to, in the order of forward. The root's units have one policy."""
+    """Return the names of the modules that units belong to, in the order of forward. The root's units are one."""
     return list(dict.fromkeys(_module_of(info) for info in buckets))
 
 

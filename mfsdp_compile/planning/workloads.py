@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -111,9 +112,9 @@ class Divided:
     by: frozenset[str]
     build: Callable[[ModelPart], nn.Module]
     inputs: Callable[[ModelPart, int, int], Inputs] | None = None
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    parallelize: Callable[[Any, DeviceMesh], nn.Module] | None = None
     alike: Callable[[int], Sequence[int]] | None = None
-    divide_experts: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    divide_experts: Callable[[Any, DeviceMesh], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -277,10 +278,6 @@ def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
         first = tokens[0] if part.stage == 0 else torch.zeros(shape, dtype=dtype, requires_grad=True)
         return [first, *([tokens[1]] if part.is_last else [])], {"positions": positions}
 
-    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(model, Llama)
-        return parallelize(model, mesh, sequence=True)
-
     def alike(stages: int) -> list[int]:
         kinds = [
             (stage == 0, stage == stages - 1, len(layers_of_stage(config.layers, stage, stages)))
@@ -288,6 +285,7 @@ def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
         ]
         return [kinds.index(kind) for kind in kinds]
 
+    parallel = functools.partial(parallelize, sequence=True)
     return Divided(frozenset({"tensor", "context", "pipeline"}), build, inputs, parallel, alike)
 
 
@@ -300,20 +298,13 @@ def divided_moe(config: MoeConfig) -> Divided:
     def inputs(part: ModelPart, batch: int, length: int) -> Inputs:
         if length % part.degrees.tensor:
             raise ValueError(
-                f"sequences of {length} tokens cannot be divided over {part.degrees.tensor} tensor-parallel ranks, each of "
-                "which sends the tokens of as many positions to experts"
+                f"sequences of {length} tokens cannot be divided over {part.degrees.tensor} tensor-parallel ranks, "
+                "each of which sends the tokens of as many positions to experts"
             )
         return _tokens(config.vocabulary)(batch, length)
 
-    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(model, MoeLlama)
-        return moe.parallelize(model, mesh)
-
-    def experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(model, MoeLlama)
-        return moe.divide_experts(model, mesh)
-
-    return Divided(frozenset({"expert", "expert_tensor", "tensor"}), build, inputs, parallel, divide_experts=experts)
+    by = frozenset({"expert", "expert_tensor", "tensor"})
+    return Divided(by, build, inputs, moe.parallelize, divide_experts=moe.divide_experts)
 
 
 def _tokens(vocabulary: int) -> Callable[[int, int], Inputs]:

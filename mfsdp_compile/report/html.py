@@ -48,7 +48,7 @@ def to_html(report: StepReport) -> str:
     drawn = report.timeline.spans or report.timeline.memory is not None
     body = [
         f"<h1>{escape(report.title)}</h1>",
-        '<p class="about">One training step of one rank. Numbers are simulated, unless they are said to be measured.</p>',
+        _about("One training step of one rank. Numbers are simulated, unless they are said to be measured."),
         _cards(summary),
         *(_curves(report) if report.steps else ()),
         *(_figure(report) if drawn else ()),
@@ -62,7 +62,8 @@ _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
@@ -96,11 +97,15 @@ def _cards(table: Table) -> str:
 
 
 def _section(table: Table) -> str:
-    about = f'<p class="about">{escape(table.about)}</p>' if table.about else ""
+    about = _about(table.about) if table.about else ""
     content = _list(table) if len(table.header) == 1 else _table(table)
     if table.detail and len(table.rows) > _FOLDED_ROWS:
         content = f"<details><summary>Show {len(table.rows):,} lines</summary>{content}</details>"
     return f"<section><h2>{escape(table.title.capitalize())}</h2>{about}{content}</section>"
+
+
+def _about(text: str) -> str:
+    return f'<p class="about">{escape(text)}</p>'
 
 
 def _list(table: Table) -> str:
@@ -135,7 +140,7 @@ def _curves(report: StepReport) -> Iterator[str]:
     times = [(record.step, record.seconds) for record in later(report.steps)]
     predicted = (report.timeline.seconds, f"predicted {seconds_text(report.timeline.seconds)}")
     yield "<section><h2>Loss and step time (measured)</h2>"
-    yield '<p class="about">The time of the first step, which compiles, is left out.</p>'
+    yield _about("The time of the first step, which compiles, is left out.")
     yield '<div class="curves">'
     yield _curve("loss", losses, "{:.3f}".format)
     yield _curve("step time", times, seconds_text, predicted)
@@ -192,18 +197,20 @@ def _figure(report: StepReport) -> Iterator[str]:
     ]
     legend = [_key(kind, text) for kind, text in _KINDS.items() if kind in kinds]
     yield "<section><h2>Timeline (simulated)</h2>"
-    yield (
-        '<p class="about">What runs when, unit by unit, and below it what is in memory meanwhile. Units are told apart by '
-        "shades. Drag to move, Ctrl or Shift and the wheel to zoom, double-click to zoom in.</p>"
+    yield _about(
+        "What runs when, unit by unit, and below it what is in memory meanwhile. Units are told apart by shades. Drag "
+        "to move, Ctrl or Shift and the wheel to zoom, double-click to zoom in."
     )
     yield f'<div class="bar"><div>{"".join(buttons)}</div><div class="legend">{"".join(legend)}</div></div>'
     yield '<div id="figure"><svg id="drawing" tabindex="0" role="img" aria-label="timeline and memory"></svg></div>'
     yield '<p id="error">The timeline could not be drawn by this browser; the tables below are complete.</p>'
-    yield "<noscript><p>The timeline is drawn by a script, which this browser does not run; the tables are complete.</p></noscript>"
+    without_scripts = "The timeline is drawn by a script, which this browser does not run; the tables are complete."
+    yield f"<noscript><p>{without_scripts}</p></noscript>"
     if timeline.memory is not None:
         legend = [_key(_CATEGORIES[category], category.value) for category in Category]
         yield f'<div class="bar"><p>{escape(peak_text(timeline))}</p><div class="legend">{"".join(legend)}</div></div>'
-    yield f'<div id="tip" hidden></div><script type="application/json" id="data">{_json(_data(report))}</script></section>'
+    data = f'<script type="application/json" id="data">{_json(_data(report))}</script>'
+    yield f'<div id="tip" hidden></div>{data}</section>'
 
 
 def _key(css: str, text: str) -> str:

@@ -11,7 +11,7 @@
   let view = [0, whole];
   let width = 0;
 
-  // -- numbers, by the same tables as in the rest of the report ----------------------------------------------------------
+  // -- numbers, by the same tables as in the rest of the report -------------------------------------------------------
 
   const written = ([least, nothing, steps], value) => {
     if (value < least) return nothing;
@@ -30,7 +30,7 @@
     return power * [1, 2, 5, 10].find((factor) => factor * power >= least * 0.999999);
   };
 
-  // -- geometry ----------------------------------------------------------------------------------------------------------
+  // -- geometry -------------------------------------------------------------------------------------------------------
 
   const x = (time) => LEFT + ((time - view[0]) / (view[1] - view[0])) * (width - LEFT - RIGHT);
   const timeAt = (px) => view[0] + ((px - LEFT) / (width - LEFT - RIGHT)) * (view[1] - view[0]);
@@ -60,7 +60,7 @@
     return low;
   };
 
-  // -- drawing -----------------------------------------------------------------------------------------------------------
+  // -- drawing --------------------------------------------------------------------------------------------------------
 
   const add = (parent, name, attributes, text) => {
     const element = document.createElementNS(svg.namespaceURI, name);
@@ -126,8 +126,8 @@
     }
     for (const [css, d] of Object.entries(paths)) add(group, "path", { class: css, d });
     for (const [middle, text] of labels) {
-      const attributes = { class: "unit", x: middle.toFixed(1), y: row.y + row.height / 2 + 4, "text-anchor": "middle" };
-      add(group, "text", attributes, text);
+      const y = row.y + row.height / 2 + 4;
+      add(group, "text", { class: "unit", x: middle.toFixed(1), y, "text-anchor": "middle" }, text);
     }
     add(group, "text", { x: LEFT - 8, y: row.y + row.height / 2 + 4, "text-anchor": "end" }, row.name);
   };
@@ -210,7 +210,8 @@
       line(parent, "grid", at, memoryBottom, at, memoryBottom + 5);
       const anchor = at > width - 50 ? "end" : "middle";
       const place = anchor === "end" ? width - 4 : at;
-      add(parent, "text", { x: place, y: memoryBottom + 17, "text-anchor": anchor }, `${plain((mark * step) / size)} ${name}`);
+      const label = `${plain((mark * step) / size)} ${name}`;
+      add(parent, "text", { x: place, y: memoryBottom + 17, "text-anchor": anchor }, label);
     }
     if (view[1] - view[0] < whole) {
       const at = (time) => LEFT + (time / whole) * (width - LEFT - RIGHT);
@@ -242,7 +243,7 @@
     requestAnimationFrame(() => { waiting = false; draw(); });
   };
 
-  // -- moving about ------------------------------------------------------------------------------------------------------
+  // -- moving about ---------------------------------------------------------------------------------------------------
 
   const show = (begin, end, drawing = draw) => {
     const length = Math.min(Math.max(end - begin, whole * 1e-5), whole);
@@ -304,7 +305,7 @@
   });
   svg.addEventListener("pointerleave", () => hide());
 
-  // -- what lies under the pointer ---------------------------------------------------------------------------------------
+  // -- what lies under the pointer ------------------------------------------------------------------------------------
 
   const hide = () => {
     tip.hidden = true;

@@ -318,7 +318,8 @@ def _units(report: StepReport) -> Table:
     lines.append(
         ("total" if len(compared) == len(rows) else "total of what was measured", "", predicted, measured, error)
     )
-    about += f" Of what was measured, together: {predicted} predicted, {measured} measured, so that the prediction is off by {error}."
+    about += f" Of what was measured, together: {predicted} predicted, {measured} measured"
+    about += f", so that the prediction is off by {error}."
     header = ("unit", "stage", "predicted", "measured", "error")
     return Table("time by unit", header, tuple(lines), about, total=True, detail=True)
 
@@ -330,37 +331,26 @@ def _times(predicted: float, measured: float | None) -> tuple[str, str, str]:
 
 
 def _buckets(buckets: Sequence[BucketInfo]) -> Table:
-    rows = []
-    for info in buckets:
-        layout = info.layout
-        content = layout.numel - layout.padding
-        shard = bytes_text(info.shard_bytes) + (", host" if info.exchange.offload else "")
-        names = (slot.name.removeprefix(f"{info.unit}.") for slot in layout.slots)
-        padding = percent_text(layout.padding, content)
-        sizes = _bucket_sizes(len(layout.slots), content, layout.padding, padding, shard, info.sent_bytes)
-        rows.append((called(info.name), *sizes, ", ".join(names)))
-    lines = list(_alike(rows))
+    def row(name: str, infos: Sequence[BucketInfo], which: str) -> tuple[str, ...]:
+        padding = sum(info.layout.padding for info in infos)
+        content = sum(info.layout.numel for info in infos) - padding
+        shard = bytes_text(sum(info.shard_bytes for info in infos))
+        if on_host := sum(info.shard_bytes for info in infos if info.exchange.offload):
+            shard += ", host" if len(infos) == 1 else f", {bytes_text(on_host)} host"
+        counts = (sum(len(info.layout.slots) for info in infos), content, padding)
+        share, gathered = percent_text(padding, content), bytes_text(sum(info.sent_bytes for info in infos))
+        return (name, *(f"{count:,}" for count in counts), share, shard, gathered, which)
+
+    names = [", ".join(slot.name.removeprefix(f"{info.unit}.") for slot in info.layout.slots) for info in buckets]
+    lines = list(_alike(row(called(info.name), [info], which) for info, which in zip(buckets, names, strict=True)))
     if len(buckets) > 1:
-        count = sum(len(info.layout.slots) for info in buckets)
-        padding_numel = sum(info.layout.padding for info in buckets)
-        content = sum(info.layout.numel for info in buckets) - padding_numel
-        shards = bytes_text(sum(info.shard_bytes for info in buckets))
-        if on_host := sum(info.shard_bytes for info in buckets if info.exchange.offload):
-            shards += f", {bytes_text(on_host)} host"
-        gathered = sum(info.sent_bytes for info in buckets)
-        padding = percent_text(padding_numel, content)
-        sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
-        lines.append((f"all {len(buckets):,}", *sizes, ""))
+        lines.append(row(f"all {len(buckets):,}", buckets, ""))
     about = (
-        "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "(host: in host memory) and of the whole as it is gathered. Neighbors that are alike share a line."
+        "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's "
+        "shard (host: in host memory) and of the whole as it is gathered. Neighbors that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)
-
-
-def _bucket_sizes(count: int, content: int, padding: int, share: str, shard: str, gathered: int) -> tuple[str, ...]:
-    return f"{count:,}", f"{content:,}", f"{padding:,}", share, shard, bytes_text(gathered)
 
 
 def _passes(passes: Sequence[PassRow]) -> Table:

@@ -29,8 +29,9 @@ from enum import Enum
 from typing import Any, Protocol, Union
 
 from ..decisions import Decisions
+from .reasons import excess
 from .simulate import OptimizerCost, Timeline
-from .solve import BudgetError, Solution, excess, smallest, solve
+from .solve import BudgetError, Solution, smallest, solve
 from .step_events import StepOutlines
 
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]

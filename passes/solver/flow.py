@@ -28,7 +28,8 @@ from mfsdp_compile.runtime import compat
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, region_of, role_of
-from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
+from .costs import CostModel
+from .kernels import Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
 __all__ = [
     "Category",
@@ -198,7 +199,7 @@ class _Reader:
         self.user_outputs, self.before = user_outputs, saved
         self.place = {node: float(i) for i, node in enumerate(graph.nodes)}
         self.kernels = kernels(graph, costs.fused)
-        self.nowhere = inlined(graph) if costs.fused else set()
+        self.unstored = inlined(graph) if costs.fused else set()
         self.regions: dict[fx.Graph, Flow] = {}
         self.kernels = [self._with_flops(kernel) for kernel in self.kernels]
         self.kernel_of: dict[fx.Node, Kernel] = {}
@@ -214,7 +215,7 @@ class _Reader:
         for node in self.graph.nodes:
             self.roots[node] = self._roots(node)
             if self.costs.fused and node.target in _CONVOLUTIONS:
-                self._lay_out_anew(node)
+                self._copy_to_channels_last(node)
         self._end_lives()
         self._work_in_regions()
         if self.costs.fused:
@@ -239,7 +240,9 @@ class _Reader:
             context = region_of(graph)
             assert context is not None
             roles.assign(graph)
-            operands = {n.name: Storage(value_bytes(n), Category.SAVED, -1, None) for n in _placeholders(graph)}
+            operands = {
+                n.name: Storage(value_bytes(n), Category.SAVED, -1, None) for n in graph.find_nodes(op="placeholder")
+            }
             self.regions[graph] = flow_of(graph, context, self.costs, saved=operands)
         return self.regions[graph]
 
@@ -267,7 +270,7 @@ class _Reader:
         """Account for the memory that a region needs beyond its operands and results."""
         for call in roles.region_calls(self.graph):
             place, graph = self.place[call], roles.body_of(call).graph
-            names = [node.name for node in _placeholders(graph)]
+            names = [node.name for node in graph.find_nodes(op="placeholder")]
             operands = {
                 name: sum(storage.bytes for storage in self.roots[operand] if storage.end == place)
                 for name, operand in zip(names, call.args[2:], strict=True)
@@ -331,11 +334,11 @@ class _Reader:
             size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
         role = role_of(node)
         kind = role.kind if role is not None else None
-        category = _CATEGORIES.get(kind, Category.TEMPORARY) if kind is not None else Category.TEMPORARY
+        category = _CATEGORIES.get(kind, Category.TEMPORARY)  # type: ignore[arg-type]
         bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
         if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
             category, bucket = Category.GRADIENTS, kernel.finishes
-        if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_stored_nowhere(node)):
+        if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_unstored(node)):
             size = 0
         if node.target is roles.OFFLOAD_SAVED:  # in host memory
             size = 0
@@ -352,7 +355,7 @@ class _Reader:
         """Whether a value is in a communication buffer, which exists all the time."""
         return node.target is roles.GATHER_INTO_BUFFER or (node.target is _PACK and any(node.args[4:5]))
 
-    def _lay_out_anew(self, node: fx.Node) -> None:
+    def _copy_to_channels_last(self, node: fx.Node) -> None:
         """Account for the copies that Inductor makes for channels-last convolutions.
 
         The model's inputs and the gathered weights have another layout. Weights are copied at each use. An input is
@@ -369,14 +372,14 @@ class _Reader:
         if source.op == "placeholder" and not self.roots[source] and _wants_channels_last(image.meta["val"]):
             self.roots[source] = [self._allocate(node, image.meta["val"])]
 
-    def _is_stored_nowhere(self, node: fx.Node) -> bool:
+    def _is_unstored(self, node: fx.Node) -> bool:
         """Whether a value needs no storage of its own.
 
         That holds for values inside a fused kernel, for constants that fused kernels recompute, and for gradients
         computed in the packed bucket.
         """
         kernel = self.kernel_of.get(node)
-        if (kernel is not None and node in kernel.inner) or node in self.nowhere:
+        if (kernel is not None and node in kernel.inner) or node in self.unstored:
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 
@@ -474,14 +477,9 @@ class _Reader:
             copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
             for stage, (start, wait) in enumerate(reduction.stages):
                 collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
-                ready = max(
-                    place[node] for node in reduction.pack.all_input_nodes
-                )  # includes views, because the reduction starts after them
+                # Includes views, because the reduction starts after them.
+                ready = max(place[node] for node in reduction.pack.all_input_nodes)
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return list(graph.find_nodes(op="placeholder"))
 
 
 def _peak(flow: Flow, kept: set[str]) -> int:
@@ -524,14 +522,6 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
     return Collective("reduce", bucket, stage, before, costs.reduction(info, stage), info.exchange.groups[stage])
 
 
-_CATEGORIES = {
-    NodeKind.FETCH: Category.GATHERED,
-    NodeKind.CAST: Category.GATHERED,
-    NodeKind.START_GATHER: Category.GATHERED,
-    NodeKind.GATHERED: Category.GATHERED,
-    NodeKind.PORTION: Category.GATHERED,
-    NodeKind.PACK: Category.GRADIENTS,
-    NodeKind.START_REDUCE: Category.GRADIENTS,
-    NodeKind.REDUCED: Category.GRADIENTS,
-    NodeKind.OFFLOAD: Category.GRADIENTS,
-}
+_CATEGORIES = dict.fromkeys(
+    (NodeKind.FETCH, NodeKind.CAST, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.PORTION), Category.GATHERED
+) | dict.fromkeys((NodeKind.PACK, NodeKind.START_REDUCE, NodeKind.REDUCED, NodeKind.OFFLOAD), Category.GRADIENTS)

@@ -309,7 +309,7 @@ def simulate(
     if isinstance(turns, Mapping):
         turns = [Turn(stage, events) for stage, events in turns.items()]
     for turn in turns:
-        clock.stand_still(turn.stage, "", turn.begin)
+        clock.idle_until(turn.stage, "", turn.begin)
         begun = clock.now
         clock.run(turn.stage, turn.events)
         clock.turns.append((begun, clock.now))
@@ -434,7 +434,7 @@ class _Clock:
         """Quantize the shards of buckets that are gathered in float8: their scales must be known first."""
         for info in self.context.buckets:
             self.work(Stage.FORWARD, info.unit, self.costs.quantize(info))
-        self.stand_still(Stage.FORWARD, "", self.now + self.costs.reduce_scales(self.context.buckets))
+        self.idle_until(Stage.FORWARD, "", self.now + self.costs.reduce_scales(self.context.buckets))
 
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
@@ -484,14 +484,14 @@ class _Clock:
             elif isinstance(event, StartCopy):
                 copied[event.copy] = self.copy(event.copy.outward, event.copy.seconds)
             elif isinstance(event, WaitCopy):
-                self.stand_still(stage, unit, copied.pop(event.copy))
+                self.idle_until(stage, unit, copied.pop(event.copy))
             else:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
                     self.await_(stage, unit, resident)
 
     def copy(self, outward: bool, seconds: float) -> float:
-        """Start a copy between the device and the host now, and return when it ends. Directions do not share the link."""
+        """Start a copy between device and host now, and return when it ends. Directions do not share the link."""
         link = "to the host" if outward else "from the host"
         self.free_at[link] = max(self.now, self.free_at.get(link, 0.0)) + seconds
         return self.free_at[link]
@@ -507,10 +507,10 @@ class _Clock:
 
     def await_(self, stage: Stage, unit: str, running: _Running) -> None:
         end, computed, exposure = running
-        exposure.exposed = self.stand_still(stage, unit, end)
+        exposure.exposed = self.idle_until(stage, unit, end)
         exposure.ahead = self.computed - computed
 
-    def stand_still(self, stage: Stage, unit: str, until: float) -> float:
+    def idle_until(self, stage: Stage, unit: str, until: float) -> float:
         if until <= self.now:
             return 0.0
         begun, self.now = self.now, until

@@ -30,16 +30,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ..decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
 from ..phase import Phase
-from .flow import Category
 from .outline import Outline, Use
-from .simulate import Exposure, OptimizerCost, Stage, Timeline
+from .reasons import refusal as refuse_budget
+from .room import Room, SegmentMemory
+from .simulate import OptimizerCost, Stage, Timeline
 from .step_events import STAGES, StepOutlines, gathered_bytes
 
-__all__ = ["BudgetError", "Solution", "excess", "explained", "gib", "smallest", "solve"]
+__all__ = ["BudgetError", "Solution", "smallest", "solve"]
 
 _BOUNDS = 12
 """Number of memory bounds to try between the smallest schedule and the largest."""
@@ -114,36 +113,23 @@ def smallest(
     return _Solver(plan, optimizer, prefetch, reshard)._smallest()
 
 
-def excess(timeline: Timeline, budget: int) -> str:
-    """Return a text such as ``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
-    made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in _peak_parts(timeline))
-    where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
-    return f"{gib(timeline.peak_bytes)} in memory {where} ({made_of}), {gib(timeline.peak_bytes - budget)} too much"
-
-
-def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
-    """Return the parts of the peak, largest first."""
-    return sorted(((size, category) for category, size in timeline.peak_parts.items() if size), reverse=True)
-
-
 class _Solver:
     def __init__(
         self, plan: StepOutlines, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None
     ) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
         self.context = plan.context
-        self.resting = sum(plan.resting(optimizer).values())
         self.policy = plan.decisions_by_policy()
+        self.memory = SegmentMemory(plan, sum(plan.resting(optimizer).values()))
         self._tried: dict[object, Timeline] = {}
-        self._rooms: dict[object, np.ndarray] = {}
 
-    def solve(self, budget: int | None, bounds: int, up_to_budget: bool, refusal: str) -> Solution:
+    def solve(self, budget: int | None, bounds: int, up_to_budget: bool, beginning: str) -> Solution:
         limit = budget if budget is not None else math.inf
         smallest = self._smallest()
         low = smallest.timeline.peak_bytes
         if low > limit:
             assert budget is not None
-            raise BudgetError(self._refusal(smallest.timeline, budget, refusal), low)
+            raise BudgetError(refuse_budget(smallest.timeline, budget, self.prefetch, self.reshard, beginning), low)
         unbounded = [*self._schedules(None), *self._usual()]
         largest = min(unbounded, key=_rank)
         span = max(0, largest.timeline.peak_bytes - low)
@@ -189,11 +175,11 @@ class _Solver:
     def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
         """Add to each gather the bytes that are missing for it to start a unit earlier."""
         decisions = smallest.decisions
-        wanted = self._gathers(budget, decisions.kept, decisions.reductions, {})
+        earliest = self._gathers(budget, decisions.kept, decisions.reductions, {})
         gathers = {
             phase: {
-                bucket: replace(ahead, why=wanted[phase][bucket].why)
-                if bucket in wanted[phase] and wanted[phase][bucket].units == ahead.units
+                bucket: replace(ahead, why=earliest[phase][bucket].why)
+                if bucket in earliest[phase] and earliest[phase][bucket].units == ahead.units
                 else ahead
                 for bucket, ahead in of.items()
             }
@@ -304,22 +290,22 @@ class _Solver:
                 units = self.prefetch or 0 if self.context.overlap.gathers else 0
                 found[phase] = {bucket: Ahead(units, Why(limit)) for use in uses for bucket in use.buckets}
                 continue
-            memory = _Room(self, phase, kept, reductions, bound)
+            room = Room(self.memory.used(phase, kept, reductions, {}), bound)
             if phase in before:
                 came_late = late.get(STAGES[phase], set()) if late is not None else set()
                 known = (before[phase][use.buckets[0]] for use in uses)
-                wanted = [
+                latest_starts = [
                     i - ahead.units - (not came_late.isdisjoint(use.buckets))
                     for i, (use, ahead) in enumerate(zip(uses, known, strict=True))
                 ]
             else:
                 again = self.plan.portions(kept) if phase is Phase.BACKWARD else frozenset()
-                wanted = self._wanted(outline, uses, again)
+                latest_starts = self._latest_starts(outline, uses, again)
             starts: list[tuple[int, Why]] = []  # from the last use to the first
             firsts, latest = [use.first for use in uses], len(uses)
             for i in range(len(uses) - 1, -1, -1):  # a gather starts no later than the one after it
                 size = gathered_bytes(uses[i], self.context)
-                latest, missing = memory.earliest(firsts, i, max(-1, min(wanted[i], latest, i)), size)
+                latest, missing = room.earliest(firsts, i, max(-1, min(latest_starts[i], latest, i)), size)
                 starts.append((latest, Why(Limit.BUDGET, missing) if missing else begin if latest < 0 else wished))
             aheads = found[phase] = {}
             place, why = -1, begin
@@ -348,7 +334,7 @@ class _Solver:
             found.update((bucket, ahead) for bucket in use.buckets)
         return {**gathers, Phase.BACKWARD: found}
 
-    def _wanted(self, outline: Outline, uses: Sequence[Use], portions: frozenset[int]) -> list[int]:
+    def _latest_starts(self, outline: Outline, uses: Sequence[Use], portions: frozenset[int]) -> list[int]:
         """Return for each gather the latest use before whose wait it must start to finish in time.
 
         Args:
@@ -363,13 +349,13 @@ class _Solver:
         for segment in outline.segments:
             at.append(at[-1] + segment.seconds)
         times = [at[use.first] for use in uses]
-        wanted = [0] * len(uses)
+        latest_starts = [0] * len(uses)
         free = math.inf
         for i in range(len(uses) - 1, -1, -1):
             begin = min(times[i], free) - self.plan.gather_seconds(uses[i], portions)
             free = begin
-            wanted[i] = bisect_right(times, begin, hi=i + 1) - 1
-        return wanted
+            latest_starts[i] = bisect_right(times, begin, hi=i + 1) - 1
+        return latest_starts
 
     def _keep(
         self, bound: int | None, gathers: Mapping[Phase, Mapping[int, Ahead]], reductions: Mapping[int, Behind]
@@ -382,7 +368,7 @@ class _Solver:
             return frozenset(), {}
         forward, backward = self.plan.outlines[Phase.FORWARD], self.plan.outlines[Phase.BACKWARD]
         room = {
-            phase: _Room(self, phase, frozenset(), reductions, bound, gathers.get(phase, {}))
+            phase: Room(self.memory.used(phase, frozenset(), reductions, gathers.get(phase, {})), bound)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         }
         decisions = Decisions(frozenset(), gathers, reductions)
@@ -411,85 +397,6 @@ class _Solver:
             kept.add(bucket)
         return frozenset(kept), why_not
 
-    def used(
-        self, phase: Phase, kept: frozenset[int], reductions: Mapping[int, Behind], gathers: Mapping[int, Ahead]
-    ) -> np.ndarray:
-        """Return the bytes in memory in each segment of a graph, as an array that the caller may change.
-
-        Gathers without an entry in ``gathers`` start at their use.
-        """
-        laters = tuple(behind.later for behind in reductions.values())
-        key = (phase, kept, laters, tuple((bucket, ahead.units) for bucket, ahead in gathers.items()))
-        if key not in self._rooms:
-            self._rooms[key] = self._used(phase, kept, reductions, gathers)
-        return self._rooms[key].copy()
-
-    def _used(
-        self, phase: Phase, kept: frozenset[int], reductions: Mapping[int, Behind], gathers: Mapping[int, Ahead]
-    ) -> np.ndarray:
-        outlines, infos = self.plan.outlines, self.context.buckets
-        outline = outlines[phase]
-        count = len(outline.segments)
-        change = [0] * (count + 1)  # change in bytes at the beginning of each segment
-
-        def take(size: int, begin: int, end: int) -> None:
-            if begin < end:
-                change[begin] += size
-                change[end] -= size
-
-        level = self.resting
-        if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
-            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
-        rises = []
-        for segment in outline.segments:
-            rises.append(level + segment.rise)
-            level += segment.saved + segment.temporary
-        portions = self.plan.portions(kept)
-        for i, use in enumerate(outline.uses):
-            ahead = gathers[use.buckets[0]].units if use.buckets[0] in gathers else 0
-            for bucket, last in zip(use.buckets, use.last, strict=True):
-                begin, end = outline.uses[i - ahead].first if i >= ahead else 0, last + 1
-                if bucket in kept:
-                    begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
-                take(infos[bucket].gathered_bytes if bucket in kept else infos[bucket].fresh_bytes, begin, end)
-                if bucket in portions:
-                    stays = (last + 1, count) if phase is Phase.FORWARD else (0, use.first)
-                    take(infos[bucket].portion_bytes, *stays)
-        for bucket, (first, last) in outline.wholes.items():
-            take(infos[bucket].gathered_bytes, first, last + 1)
-        ready = [g.ready for g in outline.gradients]
-        for i, g in enumerate(outline.gradients):
-            info = infos[g.bucket]
-            following = i + reductions[g.bucket].later
-            end = ready[following] + 1 if following < len(ready) else count
-            # The result of the reduction is allocated when the reduction starts.
-            begin = g.begin if g.begin is not None else g.ready
-            take(info.fresh_gradient_bytes, begin, end)
-            take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
-        return np.cumsum(np.array(change[:-1], dtype=np.int64)) + np.array(rises, dtype=np.int64)
-
-    # -- refusal ------------------------------------------------------------------------------------------------------
-
-    def _refusal(self, smallest: Timeline, budget: int, refusal: str) -> str:
-        parts = _peak_parts(smallest)
-        help_for = {
-            Category.SAVED: "activation checkpointing, or a smaller batch",
-            Category.TEMPORARY: "a smaller batch",
-            Category.GATHERED: "smaller units (fsdp_unit_modules)",
-            Category.GRADIENTS: "smaller units (fsdp_unit_modules)",
-            Category.SHARDS: "more ranks to shard over",
-            Category.OPTIMIZER: "more ranks to shard over",
-        }
-        helps = dict.fromkeys(help_for[category] for size, category in parts if size * 10 > smallest.peak_bytes)
-        prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
-        again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
-        if not isinstance(self.reshard, bool) and self.reshard is not None:
-            again = f"one of {self.reshard} portions of what backward needs kept"
-        return (
-            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and with {again}, has "
-            f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}."
-        )
-
 
 def _between(low: int, high: int, count: int) -> list[int]:
     """Return the bounds to try: equal steps, and one more within the first step, where a little memory gains most.
@@ -499,59 +406,6 @@ def _between(low: int, high: int, count: int) -> list[int]:
     """
     steps = [low + (high - low) * step // count for step in range(count)]
     return sorted({*steps, low + (high - low) // count**2}) if count else []
-
-
-class _Room:
-    """Memory left below a bound, by segment of a graph.
-
-    Args:
-        gathers: Decisions about gathers that already take memory.
-    """
-
-    def __init__(
-        self,
-        solver: _Solver,
-        phase: Phase,
-        kept: frozenset[int],
-        reductions: Mapping[int, Behind],
-        bound: int | None,
-        gathers: Mapping[int, Ahead] | None = None,
-    ) -> None:
-        self.bound = bound
-        self.used = solver.used(phase, kept, reductions, gathers or {})
-
-    def take(self, size: int, begin: int, end: int) -> None:
-        self.used[begin:end] += size
-
-    def missing(self, size: int, begin: int, end: int) -> int:
-        """Return the bytes missing for ``size`` more bytes in the segments ``[begin, end)``; 0 or less: they fit."""
-        if self.bound is None or begin >= end:
-            return 0
-        return int(self.used[begin:end].max()) + size - self.bound
-
-    def earliest(self, firsts: Sequence[int], i: int, wish: int, size: int) -> tuple[int, int]:
-        """Take memory for gather ``i``, from the earliest possible use on.
-
-        Args:
-            firsts: Segment of each use of the graph.
-            i: Index of the gather.
-            wish: Index of the use from which on memory is wanted; -1: the beginning of the graph.
-            size: Bytes of the gather.
-
-        Returns:
-            Index of the use from which on there is memory, not before ``wish``; and the bytes missing to start one use
-            earlier, 0 if the wish is met.
-        """
-        begin, end = firsts[wish] if wish >= 0 else 0, firsts[i]
-        start, missing = wish, 0
-        if self.bound is not None:
-            (full,) = (self.used[begin:end] > self.bound - size).nonzero()
-            if full.size:
-                start = bisect_right(firsts, begin + int(full[-1]))
-                begin, before = firsts[start], firsts[start - 1] if start else 0
-                missing = self.missing(size, before, begin)
-        self.take(size, begin, end)
-        return start, missing
 
 
 def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Solution:
@@ -576,57 +430,3 @@ def _key(decisions: Decisions) -> object:
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
     reductions = tuple((bucket, behind.later, behind.packed) for bucket, behind in decisions.reductions.items())
     return decisions.kept, decisions.portions, gathers, reductions
-
-
-def gib(size: float) -> str:
-    """Format bytes as GiB or MiB."""
-    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.2f} MiB"
-
-
-# -- why is it exposed ------------------------------------------------------------------------------------------------
-
-
-def explained(timeline: Timeline, decisions: Decisions, phases: Mapping[Stage, Phase]) -> Timeline:
-    """Return the timeline with a reason for every exposed collective, as recorded with the decisions.
-
-    Args:
-        timeline: Simulated timeline.
-        decisions: Decisions that the timeline follows.
-        phases: Graphs that ran, by stage.
-    """
-    return replace(
-        timeline,
-        exposures=[replace(e, reason=_reason(e, decisions, phases)) if e.exposed else e for e in timeline.exposures],
-    )
-
-
-def _reason(exposure: Exposure, decisions: Decisions, phases: Mapping[Stage, Phase]) -> str:
-    if exposure.what == "reduce":
-        behind = decisions.reductions.get(exposure.bucket)
-        why = behind.why if behind is not None else None
-    else:
-        aheads = decisions.gathers.get(phases[exposure.stage], {})
-        ahead = aheads.get(exposure.bucket)
-        why = ahead.why if ahead is not None else None
-        not_kept = decisions.why_not_kept.get(exposure.bucket)
-        if exposure.stage is Stage.BACKWARD and not_kept is not None and (why is None or why.limit is not Limit.BUDGET):
-            why = not_kept
-    if why is not None and why.limit is Limit.BUDGET:
-        return f"limited by memory budget (needs {gib(why.bytes)})" if why.bytes else "limited by memory budget"
-    if why is not None and why.limit is Limit.OVERLAP:
-        return why.limit.value
-    if exposure.queued > exposure.exposed / 2:
-        return f"the network is busy: it waited {_ms(exposure.queued)} for others"
-    what = "before" if exposure.what == "gather" else "after"
-    if exposure.ahead < exposure.seconds / 20:
-        return f"nothing is computed {what} it"
-    if why is not None and why.limit in _CHOSEN:
-        return f"limited by {why.limit.value}: {_ms(exposure.ahead)} of computation for {_ms(exposure.seconds)}"
-    return f"bandwidth: {_ms(exposure.ahead)} of computation {what} it for {_ms(exposure.seconds)} of communication"
-
-
-_CHOSEN = (Limit.POLICY, Limit.SIZE, Limit.IN_FLIGHT, Limit.IN_FLIGHT_SIZE, Limit.FILE)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -8,7 +8,7 @@ from functools import cached_property
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from ..context import BucketInfo, Context
-from ..decisions import Behind, Decisions, kept_by_policy
+from ..decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
 from ..phase import Phase
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of
@@ -76,7 +76,10 @@ class StepOutlines:
         }
         backward = self.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
-        self._reductions_by_policy = dict(zip(reduced, Decisions().reductions_of(reduced, context), strict=True))
+        behinds = reductions_by_policy(
+            context.policy, [buckets[bucket] for bucket in reduced], context.overlap.reductions
+        )
+        self._reductions_by_policy = dict(zip(reduced, behinds, strict=True))
         self._placed: dict[object, _Reductions] = {}
         self._uses: dict[frozenset[int], Sequence[Use]] = {}  # of the backward, by what it keeps
         self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
@@ -85,7 +88,7 @@ class StepOutlines:
         self._waits: dict[tuple[int, bool], list[Event]] = {}
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
-            # If the sent data is a cast or a copy of the shard, it is allocated here. A portion exists since the forward.
+            # If a cast or a copy of the shard is sent, it is allocated here. A portion exists since the forward.
             is_made = gather.before or info.is_fetched
             sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if is_made else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
@@ -133,7 +136,7 @@ class StepOutlines:
         context, kept = self.context, self._kept_by_policy()
         gathers = {
             phase: {
-                bucket: Decisions().gather(phase, use.buckets, gathered_bytes(use, context), context)
+                bucket: gather_by_policy(context.policy, gathered_bytes(use, context), context.overlap.gathers)
                 for use in self.uses(phase, kept)
                 for bucket in use.buckets
             }
@@ -233,14 +236,9 @@ class StepOutlines:
             before[copies.start].append(StartCopy(copies))
             before[copies.wait].append(WaitCopy(copies))
         self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
-        return self._joined(phase, before, after)
-
-    def _joined(self, phase: Phase, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
         events: list[Event] = []
-        for first, segment, last in zip(before, self._segments[phase], after, strict=False):
-            events += first
-            events += segment
-            events += last
+        for earlier, segment, later in zip(before, self._segments[phase], after, strict=False):
+            events += [*earlier, *segment, *later]
         return events + before[-1]
 
     def _of_segments(self, outline: Outline) -> list[list[Event]]:
@@ -282,7 +280,8 @@ class StepOutlines:
         for i, use in enumerate(uses):
             ahead = decided.get(use.buckets[0])
             if ahead is None:
-                ahead = decisions.gather(phase, use.buckets, gathered_bytes(use, context), context)
+                size = gathered_bytes(use, context)
+                ahead = decisions.gather(phase, use.buckets, size, context.policy, context.overlap.gathers)
             starts[max(i - ahead.units, -1)].append(use)
         for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
             place = uses[i].first if i >= 0 else 0

@@ -7,7 +7,6 @@ its role or mark, or else from its input. The rules check whether that bucket is
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,12 +23,27 @@ from ..context import BucketInfo, Context, NodeKind, role_of
 from ..phase import Phase
 from ..roles import GATHERS, REDUCES
 
-__all__ = ["Analysis", "CollectiveNode", "Portion", "ReductionFlow", "StorageRange", "Whole", "arguments", "tensor_of"]
+__all__ = [
+    "Analysis",
+    "CollectiveNode",
+    "Findings",
+    "Portion",
+    "ReductionFlow",
+    "StorageRange",
+    "Whole",
+    "arguments",
+    "tensor_of",
+    "whole_operands",
+]
 
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 RELEASE = torch.ops.inductor.resize_storage_bytes_.default
 _COPIES = (*roles.CASTS, _aten.clone.default, _aten.contiguous.default)
+
+
+Findings = Iterator[tuple[Any, ...]]
+"""Findings of a rule: what is wrong, the node, and the index of the bucket and the name of the parameter if known."""
 
 
 class StorageRange(NamedTuple):
@@ -64,6 +78,27 @@ class CollectiveNode:
     @property
     def input(self) -> fx.Node | None:
         return self.node.all_input_nodes[0] if self.node.all_input_nodes else None
+
+    @property
+    def before(self) -> list[fx.Node]:
+        """Casts and fetches between a shard and its gather, the last one first."""
+        found: list[fx.Node] = []
+        node = self.input
+        while node is not None and node.op == "call_function" and node.target in (*roles.CASTS, roles.FETCH):
+            found.append(node)
+            node = node.all_input_nodes[0]
+        return found
+
+    @property
+    def casts(self) -> list[fx.Node]:
+        """Casts between a shard and its gather, the last one first."""
+        return [node for node in self.before if node.target is not roles.FETCH]
+
+    @property
+    def source(self) -> fx.Node:
+        """The node that a gather fetches, casts and sends."""
+        *_, first = self.node, *self.before
+        return first.all_input_nodes[0] if first.all_input_nodes else first
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +222,20 @@ class Analysis:
         if node not in parts:
             return None
         bucket, part = parts[node]
-        slots, scaling = self.info(bucket).layout.slots, self.info(bucket).exchange.scaling
-        counts = [quantize.scale_count(slot.shape, scaling) for slot in slots]
-        starts = itertools.accumulate(counts, initial=0)
-        places = zip(slots, starts, counts, strict=False)
-        return next((slot.name for slot, start, count in places if part == (start, start + count)), None)
+        return self.scale_parts(bucket).get(part)
+
+    def scale_parts(self, bucket: int) -> dict[tuple[int, int], str]:
+        """Return the range ``(start, stop)`` of each parameter's scales among a bucket's, with the parameter's name."""
+        found: dict[tuple[int, int], str] = {}
+        stop = 0
+        for slot in self.info(bucket).layout.slots:
+            start, stop = stop, stop + quantize.scale_count(slot.shape, self.info(bucket).exchange.scaling)
+            found.setdefault((start, stop), slot.name)
+        return found
+
+    @property
+    def gather_launches(self) -> list[CollectiveNode]:
+        return [launch for launch in self.launches if launch.gathers]
 
     @property
     def portions(self) -> list[Portion]:
@@ -401,6 +445,12 @@ def _bucket_of(node: fx.Node) -> int | None:
         if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PACK, NodeKind.START_REDUCE)
         else None
     )
+
+
+def whole_operands(call: fx.Node) -> Iterator[tuple[int, Any]]:
+    """Yield the buckets that a region reads, each with the operand that must be it."""
+    for number, position in roles.body_of(call).meta["mfsdp_wholes"].items():
+        yield call.meta["custom"][roles.REGION][number], call.args[position]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

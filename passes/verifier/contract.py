@@ -22,8 +22,9 @@ from torch import fx
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
 
 from .. import roles
-from ..context import role_of
-from .analysis import Analysis, tensor_of
+from ..context import NodeKind, role_of
+from ..phase import Phase
+from .analysis import Analysis, CollectiveNode, tensor_of
 
 __all__ = [
     "Contract",
@@ -32,6 +33,7 @@ __all__ = [
     "calls_of",
     "contract_of",
     "gradients_of",
+    "is_of_portions",
     "packed",
     "reads_of",
     "scales_of",
@@ -67,8 +69,7 @@ class Gradient:
 
     Args:
         name: Name of its node.
-        inputs: Bit mask of the graph inputs that it depends on; the lowest bit is the first input. Sets would take
-            quadratic memory.
+        inputs: Bit mask of the graph inputs that it depends on; the lowest bit is the first input.
         terms: Number of terms that it is the sum of, one per use of the parameter.
         made_of: Names of the single-input chain of nodes that it is computed from, nearest first.
     """
@@ -136,6 +137,13 @@ def set_contract(graph: fx.Graph, contract: Contract) -> None:
     graph.output_node().meta["mfsdp_contract"] = contract
 
 
+def is_of_portions(found: Analysis, contract: Contract | None, launch: CollectiveNode) -> bool:
+    """Whether a bucket must be gathered from portions; for graphs without a contract, whether it is."""
+    if contract is not None:
+        return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
+    return launch.input is not None and roles.has_kind(launch.input, NodeKind.PORTION)
+
+
 def calls_of(graph: fx.Graph) -> dict[str, str]:
     """Return the name of the graph that each call of a region runs, by name of the call."""
     return {call.name: roles.body_of(call).meta["mfsdp_region_name"] for call in roles.region_calls(graph)}
@@ -183,40 +191,21 @@ def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
     packs = [node for node in found.packed if role_of(node) is not None]
     if not packs:
         return {}
-    inputs = 0
-    depends: dict[fx.Node, int] = {}
-    for node in found.graph.nodes:
-        if node.op == "placeholder":
-            depends[node] = 1 << inputs
-            inputs += 1
-        else:
-            bits = 0
-            for source in node.all_input_nodes:
-                bits |= depends.get(source, 0)
-            depends[node] = bits
+    inputs = found.graph.find_nodes(op="placeholder")
+    depends = roles.dependencies(found.graph, {node: 1 << position for position, node in enumerate(inputs)})
     gradients: dict[int, dict[int, Gradient]] = {}
     for pack in packs:
         role = role_of(pack)
         assert role is not None
-        of_bucket = gradients.setdefault(role.bucket, {})
-        for inside in _packed_inside(pack, found.info(role.bucket).layout):
-            of_bucket.setdefault(inside, Gradient(pack.name, depends.get(pack, 0), 1))
-        for gradient, index in packed(pack, found.info(role.bucket).layout):
+        of_bucket, layout = gradients.setdefault(role.bucket, {}), found.info(role.bucket).layout
+        if pack.target is operator.getitem:  # a region packs
+            inside = (index for _, index in packed(roles.pack_inside(pack), layout) if index is not None)
+            of_bucket |= dict.fromkeys(inside, Gradient(pack.name, depends[pack], 1)) | of_bucket
+        for gradient, index in packed(pack, layout):
             if index is not None and index not in of_bucket:
-                bits, made_of = depends.get(gradient, 0), tuple(_chain(gradient))
-                of_bucket[index] = Gradient(gradient.name, bits, _terms(gradient), made_of)
+                made_of = tuple(_chain(gradient))
+                of_bucket[index] = Gradient(gradient.name, depends[gradient], _terms(gradient), made_of)
     return gradients
-
-
-def _packed_inside(pack: fx.Node, layout: BucketLayout) -> list[int]:
-    """Return the indices of the parameters whose gradients a region packs; empty if ``pack`` is not from a region."""
-    if pack.target is not operator.getitem:
-        return []
-    call, position = pack.args
-    result = roles.body_of(call).graph.output_node().args[0][position]  # type: ignore[arg-type, index, union-attr]
-    while not roles.is_packed(result):
-        result = result.all_input_nodes[0]
-    return [index for _, index in packed(result, layout) if index is not None]
 
 
 def _chain(node: fx.Node) -> Iterator[str]:

@@ -1,36 +1,7 @@
 """Verify a graph: check rules whose breach would mean wrong gradients, lost memory or a hang.
 
-These rules apply to any sharded training. In the terms of this package:
-
-====  =====================  ===========================================================================================
-V1    awaited before use     Every gather is awaited before the first read of the bucket or of a view of it.
-V2    released after use     A bucket is gathered once in a graph, and released at most once, after its last read. The
-                             last read releases the memory, or a pass does with ``resize_storage_bytes_``.
-V3    memory apart           Gathered buckets that are in use at the same time never share memory. Collectives allocate
-                             their outputs, or take communication buffers that nothing refers to, of the size that the
-                             bucket's exchange names. Buffers that a pass gives them are checked.
-V4    reduced once           Each trainable element is in exactly one reduction of a backward; frozen elements are in
-                             none.
-V5    reduced complete       A reduction starts after all contributions to its gradients: for tied parameters, all uses.
-V6    one order              Each process group gets the collectives of the buckets' exchanges, stage by stage, with
-                             their operators, groups and sizes. Buckets with portions are gathered in backward over the
-                             ranks that hold the portions. Ranks compare the order at run time: :mod:`.announce`.
-V7    untouched in flight    Between the start of a collective and its wait, nothing reads its output or writes to its
-                             memory. All collectives are awaited. Streams belong to the runtime; a graph orders by
-                             waits.
-V8    not saved              No gathered bucket, view or cast of one is saved for backward or returned, except buckets
-                             and portions that were chosen to stay.
-V9    scaled right           The operations of the stages, the factor, and the sum over microbatches are those of the
-                             bucket's exchange.
-V10   shards match           The gradient returned for a shard has the shard's position, elements and dtype. Parameters
-                             are read, and gradients packed, at their offsets in the bucket.
-V11   products in float8     Operands are quantized over the dimension that is summed over, each is divided by its own
-                             scales, and sizes and layouts are those that GPUs take.
-V12   right arena            A shard in host memory is fetched before it is cast and gathered, unless the device keeps a
-                             copy, and its reduced gradient is copied back. Copies of values saved for backward are
-                             awaited once, before anything reads them or the memory of their source is free. Nothing else
-                             changes its arena.
-====  =====================  ===========================================================================================
+The rules apply to any sharded training; the functions in :data:`.rules.RULES` say what each demands, with V1 to V12 as
+their stable numbers.
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
 before the passes (:class:`.Contract`). For hand-made graphs without a contract, those comparisons are skipped.
@@ -76,8 +47,8 @@ class ScheduleError(RuntimeError):
         super().__init__(
             f"{where} breaks {'a rule' if len(self.breaches) == 1 else 'rules'} of sharded training:\n    "
             + "\n    ".join(lines)
-            + "\nThis is a bug in a pass, not in the model. If the pass is not yours, please report it, and run the model "
-            "without torch.compile meanwhile."
+            + "\nThis is a bug in a pass, not in the model. If the pass is not yours, please report it, and run the "
+            "model without torch.compile meanwhile."
         )
 
 

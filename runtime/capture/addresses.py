@@ -87,9 +87,9 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
                 yield f"{kind}'s hyperparameter, in group {number},", name, _fact(value)
         for param in group["params"]:
             home = getattr(param, "mfsdp_home", None)
-            its = home.bucket.sites[home.index][0].name if home is not None else f"parameter of {tuple(param.shape)}"
+            owner = home.bucket.sites[home.index][0].name if home is not None else f"parameter of {tuple(param.shape)}"
             for name, value in optimizer.state.get(param, {}).items():
-                yield f"{kind}'s state {name!r} of", its, _fact(value)
+                yield f"{kind}'s state {name!r} of", owner, _fact(value)
 
 
 def _fact(value: Any) -> Any:
@@ -138,7 +138,7 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> str | None
             for name, value in state.items():
                 if name == "step" and not isinstance(value, Tensor):
                     return (
-                        f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be the "
-                        "same step. Use an optimizer of torch.optim with capturable=True"
+                        f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be "
+                        "the same step. Use an optimizer of torch.optim with capturable=True"
                     )
     return None

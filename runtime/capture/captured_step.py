@@ -141,8 +141,8 @@ class CapturedStep:
             if tensor.requires_grad or tensor.device != device:
                 what = "requires gradients" if tensor.requires_grad else f"is on {tensor.device}"
                 raise ValueError(
-                    f"Tensor {number} among the arguments of the captured step {self._name} {what}. Arguments are copied "
-                    f"into memory of the graph: pass tensors on {device} that need no gradients."
+                    f"Tensor {number} among the arguments of the captured step {self._name} {what}. Arguments are "
+                    f"copied into memory of the graph: pass tensors on {device} that need no gradients."
                 )
         for number, (mine, given) in enumerate(zip(self._inputs.get(kind, ()), tensors, strict=False)):
             if (mine.shape, mine.dtype) != (given.shape, given.dtype):
@@ -274,8 +274,8 @@ class CapturedStep:
         what, name, value = changed
         if "hyperparameter" in what:
             advice = (
-                f"it was {value!r}. Pass a tensor that is changed in place (lr=torch.tensor(1e-3), with capturable=True), "
-                "as schedulers do, or call reset() of the captured step after each change"
+                f"it was {value!r}. Pass a tensor that is changed in place (lr=torch.tensor(1e-3), with "
+                "capturable=True), as schedulers do, or call reset() of the captured step after each change"
             )
         else:
             advice = "it was replaced. Write into it in place, or call reset() of the captured step"
@@ -326,8 +326,8 @@ def _plain(leaf: Any) -> Hashable:
         hash(leaf)
     except TypeError:
         raise TypeError(
-            f"A captured step takes tensors, and values that can be hashed (a graph is captured for each of them); got a "
-            f"{type(leaf).__name__}"
+            "A captured step takes tensors, and values that can be hashed (a graph is captured for each of them); got "
+            f"a {type(leaf).__name__}"
         ) from None
     return type(leaf), leaf
 

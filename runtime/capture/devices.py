@@ -44,8 +44,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(
-                f"capture_step records CUDA graphs, and the model's parameters are on {device}. Shard the model on GPUs, "
-                "or call the step itself."
+                f"capture_step records CUDA graphs, and the model's parameters are on {device}. Shard the model on "
+                "GPUs, or call the step itself."
             )
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""The operators of a step while it is captured: those that a graph cannot repeat are refused, with the program's line."""
+"""The operators of a step that is captured. Those that a graph cannot repeat are refused, with the program's line."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Collectives as operators of torch, and differentiable ones for activations."""

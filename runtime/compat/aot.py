@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import fx
 from torch._C import _current_autograd_node
 from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
-from torch.fx.graph import _BoxedCodeGen
 
 __all__ = [
     "allow_another_backward",
@@ -87,18 +85,11 @@ def compile_with_aot_eager(
     """
     import torch._functorch.config as functorch_config
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
 
-    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def compiler(graph_module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         finish(graph_module)
-        graph_module.graph.set_codegen(_BoxedCodeGen())
-        graph_module.recompile()
-        forward = graph_module.forward
-
-        def run(arguments: list[Any]) -> Any:
-            return forward(arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return boxed_nop(graph_module, arguments)  # type: ignore[arg-type]
 
     with functorch_config.patch(donated_buffer=False):  # operators write to nothing that forward saved
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
@@ -112,8 +103,8 @@ def allow_another_backward() -> None:
 
     To be called by a hook in front of the autograd node of compiled code. Inductor's backward writes to tensors that
     forward saved ("donated buffers"), and torch refuses to retain the graph of such code, unless its first backward
-    retains: then it compiles the backward without such writes. Here, a backward that retains copies these tensors first,
-    and the next one restores them.
+    retains: then it compiles the backward without such writes. Here, a backward that retains copies these tensors
+    first, and the next one restores them.
     """
     node: Any = _current_autograd_node()
     copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = vars(node).pop(_COPIES, None)
@@ -147,7 +138,7 @@ def min_cut_partition(
     """
     from functorch.compile import min_cut_rematerialization_partition
 
-    with _fast_minimum_cut(), _never_merging(distinct):
+    with _never_merging(distinct):
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
@@ -162,21 +153,3 @@ def _never_merging(operators: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         compile_utils.rand_ops = own
-
-
-@contextlib.contextmanager
-def _fast_minimum_cut() -> Iterator[None]:
-    """Context in which networkx finds a minimum cut with Boykov and Kolmogorov's algorithm.
-
-    Its default, preflow-push, takes 5 times as long for the graph of a model with 80 layers. The cut is the same: the
-    one next to the sink, which does not depend on the flow. From 2.15 on, torch has an algorithm of its own.
-    """
-    import networkx
-    from networkx.algorithms.flow import boykov_kolmogorov
-
-    minimum_cut = networkx.minimum_cut
-    networkx.minimum_cut = functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
-    try:
-        yield
-    finally:
-        networkx.minimum_cut = minimum_cut

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
-from torch._C._autograd import (  # type: ignore[attr-defined]
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_is_enabled,
-    _top_saved_tensors_default_hooks,
-)
-from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
+from torch._C._autograd import _top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as below_function_transforms
+from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
     "Wanted",
@@ -35,6 +31,8 @@ __all__ = [
 ]
 
 
+# ``below_function_transforms()`` is a context that hides operators from the running transforms of ``torch.func``. What
+# is computed inside is a constant to them.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
@@ -82,38 +80,29 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def hook_saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
-    """Install default hooks on saved tensors in this thread, if it records gradients and there are none. Return whether.
+    """Install default hooks on saved tensors in this thread if it records gradients and has none. Return whether.
 
     Checkpointing and offloading install hooks, and transforms like ``torch.func.grad`` allow none.
     """
-    free = torch.is_grad_enabled() and _top_saved_tensors_default_hooks(False) is None
-    if free := free and _saved_tensors_hooks_is_enabled():
-        _push_saved_tensors_default_hooks(pack, unpack)
-    return free
+    if not torch.is_grad_enabled() or _top_saved_tensors_default_hooks(False) is not None:
+        return False
+    try:
+        saved_tensors_hooks(pack, unpack).__enter__()
+    except RuntimeError:  # a transform allows none
+        return False
+    return True
 
 
 def unhook_saved_tensors(pack: Callable[[Tensor], Any]) -> None:
     """Remove this thread's topmost default hooks on saved tensors, if they are ``pack``'s."""
     top = _top_saved_tensors_default_hooks(False)
     if top is not None and top[0] == pack:
-        _pop_saved_tensors_default_hooks()
+        saved_tensors_hooks(*top).__exit__()
 
 
 def refuses_saved_tensor_hooks(error: BaseException) -> bool:
     """Whether a transform of ``torch.func`` has raised ``error`` because there are default hooks on saved tensors."""
     return "torch.func" in str(error) and "saved tensor hooks" in str(error)
-
-
-def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Context that hides operators from the running transforms of ``torch.func``.
-
-    To the transforms, what is computed inside is a constant.
-    """
-    if _peek_functorch_interpreter() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 @contextlib.contextmanager
@@ -122,12 +111,12 @@ def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
     taken: list[tuple[Any, Any]] = []
     while (top := _top_saved_tensors_default_hooks(False)) is not None and top[0] == pack:
         taken.append(top)
-        _pop_saved_tensors_default_hooks()
+        saved_tensors_hooks(*top).__exit__()
     try:
         yield
     finally:
-        for pack_hook, unpack_hook in reversed(taken):
-            _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
+        for hooks in reversed(taken):
+            saved_tensors_hooks(*hooks).__enter__()
 
 
 def profiler_runs() -> bool:

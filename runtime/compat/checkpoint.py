@@ -25,7 +25,7 @@ __all__ = [
 
 
 def shard_write_item(name: str, offsets: Sequence[int], part: Tensor, shape: torch.Size) -> WriteItem:
-    """Return the item that torch.distributed.checkpoint writes for a part of a tensor of ``shape``, which begins at ``offsets``."""
+    """Return the item that torch.distributed.checkpoint writes for the part of a tensor that begins at ``offsets``."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
     data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(part), size=shape)
     return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)

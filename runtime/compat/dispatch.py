@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
-from torch.autograd.graph import _engine_run_backward
+from torch import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
     return_and_correct_aliasing,
 )
-from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, create_selective_checkpoint_contexts
 
 from .autograd import in_backward
+from .frames import frames
 from .version import MODULE_FILE
 
 __all__ = [
@@ -42,7 +40,8 @@ __all__ = [
 ]
 
 
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function = nn.Parameter.__torch_function__
+"""What a class has as ``__torch_function__`` whose instances are tensors like others to functions."""
 
 
 @contextlib.contextmanager
@@ -58,13 +57,13 @@ def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
     Selective checkpointing counts operators, saves the results of some, and matches them by position when it
     recomputes.
     """
-    if _len_torch_dispatch_stack() and any(
-        isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
-        for mode in _get_current_dispatch_mode_stack()
-    ):
+    if any(isinstance(mode, _SELECTIVE_CHECKPOINT) for mode in _get_current_dispatch_mode_stack()):
         outside: contextlib.AbstractContextManager[None] = _disable_current_modes()
         return outside
     return contextlib.nullcontext()
+
+
+_SELECTIVE_CHECKPOINT: Any = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
 def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -85,24 +84,21 @@ def refuses_shared_memory(operator: Any) -> bool:
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of others. In inference mode, subclasses are given it whole."""
-    composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return composite
+    return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
-def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
+def in_call_of(modules: Collection[nn.Module]) -> bool:
     """Whether this thread is inside the call of one of ``modules``.
 
     This is for code that runs eagerly in the middle of compiled code: the forwards around it were traced and do not
     run. A call of a module leaves a frame of ``nn.Module._call_impl`` on the stack, even if Dynamo has rewritten it.
     Other methods of ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) do not count as calls.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         if frame.f_code.co_filename == MODULE_FILE and "_call_impl" in frame.f_code.co_name:
             owner = frame.f_locals.get("self")
-            if isinstance(owner, torch.nn.Module) and owner in modules:
+            if isinstance(owner, nn.Module) and owner in modules:
                 return True
-        frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
@@ -111,15 +107,10 @@ _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 
 def in_recomputation() -> bool:
     """Whether this thread is inside a function that activation checkpointing computes again, in backward."""
-    if not in_backward():
-        return False
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _CHECKPOINT_FILE and code.co_name in ("recompute_fn", "backward"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return in_backward() and any(
+        frame.f_code.co_filename == _CHECKPOINT_FILE and frame.f_code.co_name in ("recompute_fn", "backward")
+        for frame in frames()
+    )
 
 
 _RUNTIME = str(__package__).rpartition(".")[0]
@@ -129,15 +120,13 @@ _OPERATOR_METHODS = ("__torch_dispatch__", "__torch_function__")
 def is_called_by_backward() -> bool:
     """Whether Python code that a backward calls (a hook, a custom function) has called the running operator.
 
-    The other callers are autograd itself, for a derivative, a function that activation checkpointing computes again, and
-    optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one of a
-    class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
+    The other callers are autograd itself, for a derivative, a function that activation checkpointing computes again,
+    and optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one
+    of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
     """
-    frame = sys._getframe(1)
-    while frame is not None and (
-        str(frame.f_globals.get("__package__")).startswith(_RUNTIME) or frame.f_code.co_name in _OPERATOR_METHODS
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    by_autograd = frame is None or frame.f_code is _engine_run_backward.__code__
-    by_optimizer = frame is not None and frame.f_globals.get("__package__") == "torch.optim"
-    return not (by_autograd or by_optimizer or in_recomputation())
+    for frame in frames():
+        package = str(frame.f_globals.get("__package__"))
+        if not package.startswith(_RUNTIME) and frame.f_code.co_name not in _OPERATOR_METHODS:
+            by_autograd = frame.f_globals.get("__name__") == "torch.autograd.graph"
+            return not (by_autograd or package == "torch.optim" or in_recomputation())
+    return False

@@ -15,15 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C import DispatchKey
+from torch import DispatchKey, Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
-    _get_default_group,
-    _get_default_timeout,
     _new_process_group_helper,
     _resolve_process_group,
     _world,
@@ -69,7 +66,7 @@ __all__ = [
 ]
 
 FSDP2_REDUCES_IN_OWN_DTYPE = TORCH_VERSION >= (2, 15)
-"""Whether ``reduce_dtype=None`` of FSDP2's policy means the dtype of the sharded parameter; before, it was ``param_dtype``."""
+"""Whether ``reduce_dtype=None`` of FSDP2's policy means the dtype of the shards; before, it was ``param_dtype``."""
 
 
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -88,9 +85,9 @@ step.
 
 
 def register_fully_sharded(module: nn.Module) -> None:
-    """Let torch's composable functions know a module as one that ``fully_shard`` was called on: ``replicate`` leaves it out."""
+    """Let torch's ``replicate`` leave a module out, as one that ``fully_shard`` was called on."""
     refuse_other_sharding(module)
-    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = None  # torch looks for the key
 
 
 def refuse_other_sharding(module: nn.Module) -> None:
@@ -118,7 +115,8 @@ def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
     are GPUs). Gloo also supports some collectives on CUDA tensors, but not those needed here. CUDA therefore does not
     count if gloo is its only backend.
     """
-    group = group or _get_default_group()
+    group = group or dist.group.WORLD
+    assert group is not None
     types = {device.type for device in group._device_types}
     if "cuda" in types and (not torch.cuda.is_available() or "gloo" in group._get_backend(torch.device("cuda")).name()):
         types -= {"cuda"}
@@ -214,7 +212,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None, options: Any = None) -> dist.ProcessGroup:
-    """Create a process group with the backend, timeout and NCCL options of another one. All of its ranks must call this.
+    """Create a process group with the backend, timeout and NCCL options of another one. A collective of its ranks.
 
     Args:
         name: Name of the other group.
@@ -306,7 +304,8 @@ def new_group(
         backend: None: that of the default group.
         options: Options of the backend, such as :func:`nccl_options`.
     """
-    ranks, default = tuple(sorted(ranks)), _get_default_group()
+    ranks, default = tuple(sorted(ranks)), dist.group.WORLD
+    assert default is not None
     default_backend, store = _world.pg_map[default]
     backend = dist.Backend(backend or default_backend)
     _groups_made[ranks] += 1
@@ -323,7 +322,7 @@ def new_group(
             store,
             f"mfsdp_{name}",
             backend_options=options,
-            timeout=timeout or _get_default_timeout(backend),
+            timeout=timeout or _default_timeout(backend),
             device_id=device,
             group_desc=_OWN,
         )
@@ -363,6 +362,11 @@ class _Last:
         self._finish()
 
 
+def _default_timeout(backend: str) -> timedelta:
+    of_nccl: timedelta | None = distributed_c10d.default_pg_nccl_timeout  # None in builds for the CPU
+    return of_nccl if backend.startswith("nccl") and of_nccl is not None else dist.default_pg_timeout
+
+
 _OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
@@ -375,7 +379,7 @@ def waits_in(frame: FrameType | None) -> str | None:
     """
     while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
-            group = frame.f_locals["group"] or _get_default_group()
+            group = frame.f_locals["group"] or dist.group.WORLD
             return group.group_name if isinstance(group, dist.ProcessGroup) else None
         frame = frame.f_back
     return None

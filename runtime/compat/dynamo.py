@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import sys
 import traceback
@@ -16,24 +17,27 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .version import MODULE_FILE
 
 __all__ = [
+    "BackendCompilerFailed",
     "CompileSettings",
+    "FakeTensor",
+    "TorchDynamoException",
     "add_parameter_placeholder",
-    "backend_failed",
     "before_compiled_call",
     "called_by_guards",
     "checkpoint_policy",
     "compilation_metrics",
     "compile_module",
-    "compile_settings",
     "concrete",
     "copy_graph_module",
     "detect_fake_mode",
@@ -42,17 +46,14 @@ __all__ = [
     "exit_of",
     "exits_context",
     "fake_mode",
-    "fake_tensor_type",
     "graph_argument",
     "graph_break",
     "graph_break_reasons",
     "guard_on_hooks",
-    "inner_exception",
     "is_dynamo_disabled",
     "is_fake",
     "is_multiple",
     "module_settings",
-    "not_traceable",
     "on_compilation",
     "on_values",
     "python_only",
@@ -88,8 +89,6 @@ def called_by_guards() -> bool:
 
 def graph_break(message: str) -> Exception:
     """Return an exception that makes Dynamo leave the current code to Python; with ``fullgraph``, it is an error."""
-    from torch._dynamo.exc import Unsupported
-
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
 
 
@@ -105,16 +104,16 @@ _GLOBAL_HOOKS = (
 def guard_on_hooks() -> None:
     """Have the code that is being compiled compiled again when hooks of its modules are registered or removed.
 
-    By default, Dynamo does not guard on modules that have no hooks (``torch._dynamo.config.skip_nnmodule_hook_guards``):
-    hooks that are registered after the first call would not run. To be called by a backend.
+    By default, Dynamo does not guard on modules that have no hooks
+    (``torch._dynamo.config.skip_nnmodule_hook_guards``): hooks that are registered after the first call would not run.
+    To be called by a backend.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
 
     assumed = []
     for guard in TracingContext.get().guards_context.dynamo_guards:
         source = guard.originating_source
-        is_global = isinstance(source, AttrSource) and source.member in _GLOBAL_HOOKS
+        is_global = getattr(source, "member", None) in _GLOBAL_HOOKS
         if is_global or guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
             assumed.append(source)
     install_guard(*(source.make_guard(GuardBuilder.SEQUENCE_LENGTH) for source in assumed))
@@ -137,8 +136,8 @@ def python_only(function: Any) -> Any:
 def read_not_traced(getter: Callable[[Any], Any]) -> property:
     """Return a property that Dynamo reads, again at each call of the compiled code, instead of tracing its getter.
 
-    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__`` is,
-    and it calls ``__missing__``.
+    Dynamo takes a property for data if its getter is built in, as in extension modules. A dictionary's ``__getitem__``
+    is, and it calls ``__missing__``.
     """
     return property(_Getter(getter).__getitem__)
 
@@ -240,7 +239,8 @@ def enters_context(node: fx.Node) -> bool:
 
 def exits_context(node: fx.Node) -> fx.Node | None:
     """Return the node that entered the context that a node leaves; None if it leaves none."""
-    return node.args[0] if node.op == "call_function" and node.target in _EXITS.values() else None  # type: ignore[return-value]
+    leaves = node.op == "call_function" and node.target in _EXITS.values()
+    return cast("fx.Node", node.args[0]) if leaves else None
 
 
 def exit_of(node: fx.Node) -> Callable[..., Any]:
@@ -269,8 +269,7 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
     graph.output(output).meta = dict(gm.graph.output_node().meta)
-    with _use_lazy_graph_module(True):  # the code of a large graph takes seconds to generate, and is not needed
-        copied = _make_graph_module(gm, graph)
+    copied = _LazyGraphModule(gm, graph)  # the code of a large graph takes seconds to generate, and is not needed
     copied.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
@@ -332,37 +331,14 @@ def checkpoint_policy(body: fx.GraphModule) -> Any:
     return body.meta.get("_checkpoint_context_fn")
 
 
-def fake_tensor_type() -> type[Tensor]:
-    return FakeTensor
-
-
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which tensors have shapes and devices, but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def backend_failed() -> type[Exception]:
-    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` returns the original error."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    return BackendCompilerFailed
-
-
-def inner_exception(failed: BaseException) -> Exception:
-    """Return what a backend raised, from the exception that Dynamo raised for it."""
-    return failed.inner_exception  # type: ignore[attr-defined]
-
-
 def wants_full_tracebacks() -> bool:
     """Whether the user has asked Dynamo for the whole stack of errors."""
     return bool(torch._dynamo.config.verbose)
-
-
-def not_traceable() -> type[Exception]:
-    """Return a base class of the exceptions that Dynamo raises if ``fullgraph=True`` is not possible."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return TorchDynamoException
 
 
 def where_not_traceable(error: Exception) -> Sequence[traceback.FrameSummary]:
@@ -411,16 +387,6 @@ def graph_break_reasons() -> Sequence[Any]:
     return graph_break_reasons
 
 
-def compilation_metrics() -> Sequence[Any]:
-    """Return metrics of every frame that Dynamo has compiled.
-
-    Each has ``co_name``, ``co_filename``, ``co_firstlineno`` and ``recompile_reason``.
-    """
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return get_compilation_metrics()
-
-
 @dataclass(frozen=True)
 class CompileSettings:
     """How ``torch.compile`` was called.
@@ -437,21 +403,22 @@ class CompileSettings:
     inductor: dict[str, Any]
 
 
-def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
-    """Return how ``compiled = torch.compile(function, ...)`` was called; None if ``compiled`` is something else.
-
-    Dynamo keeps it in the closure of the function that it returns.
-    """
-    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
-    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
-    return _settings_of_context(cells["self"].cell_contents) if "self" in cells else None
-
-
 def module_settings(module: nn.Module) -> CompileSettings | None:
     """Return how a module was compiled, with ``module.compile()`` or ``torch.compile(module)``; None if it was not."""
     if isinstance(module, OptimizedModule):
-        return _settings_of_context(module.dynamo_ctx)
-    return None if module._compiled_call_impl is None else compile_settings(module._compiled_call_impl)
+        context = module.dynamo_ctx
+    elif module._compiled_call_impl is not None:  # Dynamo keeps it in the closure of what it returns
+        context = inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
+    else:
+        return None
+    if not hasattr(context, "callback"):
+        return None
+    backend = context.callback
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    config = getattr(backend, "config", {}) if name == "inductor" else {}
+    return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))
 
 
 def compile_module(module: nn.Module, backend: str, settings: CompileSettings, options: dict[str, Any]) -> None:
@@ -472,7 +439,7 @@ def uncompiled(module: Any) -> Any:
 
 
 def before_compiled_call(module: nn.Module, prepare: Callable[[], Any]) -> None:
-    """Call ``prepare``, which may compile again, before the first call of what ``torch.compile`` has made of a module."""
+    """Call ``prepare``, which may compile again, before the first call of the result of ``torch.compile(module)``."""
     compiled = vars(module)["forward"]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -482,17 +449,6 @@ def before_compiled_call(module: nn.Module, prepare: Callable[[], Any]) -> None:
         return vars(module)["forward"](*args, **kwargs)
 
     vars(module)["forward"] = forward
-
-
-def _settings_of_context(context: Any) -> CompileSettings | None:
-    if not hasattr(context, "callback"):
-        return None
-    backend = context.callback
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
-        backend = inner
-    config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
-    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
-    return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))
 
 
 def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

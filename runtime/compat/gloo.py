@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C import DispatchKey
+from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.distributed.distributed_c10d import _world
 
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
@@ -26,9 +25,9 @@ __all__ = ["break_connections", "broken_groups", "is_of_gloo", "is_timeout", "on
 def break_connections(group: dist.ProcessGroup) -> None:
     """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
 
-    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing), but
-    it notices closed connections. The group's store holds the addresses that its ranks published for each other. They
-    identify which of the process's connections belong to the group.
+    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing),
+    but it notices closed connections. The group's store holds the addresses that its ranks published for each other.
+    They identify which of the process's connections belong to the group.
     """
     _broken.add(group)
     store = _store_of(group)
@@ -132,7 +131,7 @@ def _as_gloo_tells(family: int, address: Any) -> bytes | None:
     return None
 
 
-_TORCHS_OWN = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+_TORCHS_OWN = DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
 _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
 

@@ -89,19 +89,8 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
     from torch._inductor import custom_graph_pass
 
     # Torch 2.11 has no separate class for these passes.
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-
-    class Pass(base):
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            return run(nodes)
-
-        def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 8"  # change the number when the pass changes
-
-        def __reduce__(self) -> Any:
-            return _uuid, (self.uuid(),)
-
-    return Pass()
+    base = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+    return _identified(base, run, lambda: f"mfsdp_compile {run.__name__} 8")  # change the number when a pass changes
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
@@ -114,9 +103,8 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     nodes without dependencies, such as the padding in gradient buckets, would then run before it. With the added
     dependencies, a fusion that would reorder collectives forms a cycle, which Inductor rejects.
     """
+    from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
-    from torch._inductor.ir import InvokeSubgraph
-    from torch._inductor.utils import contains_collective, contains_wait
 
     def follow(node: Any, other: Any) -> None:
         # As in Inductor's own control dependencies, the name is that of an operation. With the name of a buffer,
@@ -131,7 +119,7 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
         for owner in _computed_inside_of(node):
             if (source := computes.get(owner)) is not None and source is not node:
                 follow(node, source)
-        is_link = contains_collective(node) or contains_wait(node) or isinstance(node.node, InvokeSubgraph)
+        is_link = isinstance(node.node, (ir._CollectiveKernel, ir.InvokeSubgraph))  # a wait is one of the former
         if before is not None and (is_link or not node.unmet_dependencies):
             follow(node, before)
         if is_link:
@@ -189,7 +177,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
     after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
     be computed last, and would keep the gathered weights that it reads alive until then.
     """
-    from torch._inductor.ir import NoneLayout
+    from torch._inductor import ir
 
     computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
     needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
@@ -200,7 +188,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
             readers[source].append(i)
     place = [
         -1
-        if isinstance(getattr(node.node, "layout", None), NoneLayout) and node.get_device() is None
+        if isinstance(getattr(node.node, "layout", None), ir.NoneLayout) and node.get_device() is None
         else node.min_order
         for node in nodes
     ]
@@ -257,13 +245,29 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
         run: The pass.
         uuid: Function that returns the identifier for cache keys; None: no caching. It is called whenever a key is
             made: for AOTAutograd's cache before tracing, for Inductor's own cache before a partitioned graph is
-                compiled.
+            compiled.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor import custom_graph_pass
 
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            run(graph)
+    return _identified(custom_graph_pass.CustomGraphPass, run, uuid)
+
+
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
+    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
+    from torch._inductor import custom_graph_pass
+
+    return _identified(custom_graph_pass.CustomPartitionerFn, run, uuid)
+
+
+def _identified(base: Any, run: Callable[..., Any], uuid: Callable[[], str | None]) -> Any:
+    """Wrap a function as one of Inductor's classes.
+
+    Cache keys pickle Inductor's config, including passes, of which they get the uuid.
+    """
+
+    class Pass(base):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
 
         def uuid(self) -> str | None:
             return uuid()
@@ -274,36 +278,15 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
     return Pass()
 
 
-def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
-    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return run(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str | None:
-            return uuid()
-
-        def __reduce__(self) -> Any:
-            return _uuid, (uuid(),)
-
-    return Partitioner()
-
-
 def _uuid(uuid: str | None) -> str | None:
-    """Stand in for a pass in pickles.
-
-    Cache keys pickle Inductor's config, including passes, which are identified by their uuid.
-    """
     return uuid
 
 
 def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     """Make Inductor turn ``operator`` into its IR with ``lower``, which takes and returns IR nodes."""
-    from torch._inductor.lowering import register_lowering as register
+    from torch._inductor import lowering
 
-    register(operator, type_promotion_kind=None)(lower)
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = False) -> Any:
@@ -320,17 +303,17 @@ def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = Fals
 
 def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
     """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
-    from torch._inductor import ir
-    from torch._inductor.lowering import lowerings
+    from torch._inductor import ir, lowering
 
-    awaited = lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
+    awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
 
 
 def inductor_quantize(values: Any, dims: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
     """Lower ``mfsdp::fp8_quantize``, operator by operator as its kernel."""
-    from torch._inductor.lowering import lowerings
+    from torch._inductor import lowering
 
+    lowerings = lowering.lowerings
     aten, prims, limit = torch.ops.aten, torch.ops.prims, torch.finfo(dtype).max
     cast = lowerings[prims.convert_element_type.default]
     largest = cast(lowerings[aten.amax.default](lowerings[aten.abs.default](values), list(dims), True), torch.float32)
@@ -399,9 +382,9 @@ class InductorBucket:
         """Compute ``part`` at ``[offset, offset + numel)``."""
         ir = self._ir
         if part.get_dtype() != self._dtype:
-            from torch._inductor.lowering import to_dtype
+            from torch._inductor import lowering
 
-            part = to_dtype(part, self._dtype)
+            part = lowering.lowerings[torch.ops.prims.convert_element_type.default](part, self._dtype)
         size = list(part.get_size())
         strides = ir.FlexibleLayout.contiguous_strides(size)
         slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)

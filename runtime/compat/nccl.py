@@ -25,7 +25,7 @@ __all__ = [
 
 
 def allocator_settings() -> str:
-    """Return the settings of torch's allocator of CUDA memory, from the environment: PyTorch 2.9's variable, or the older."""
+    """Return the settings of torch's allocator of CUDA memory: the newer environment variable, or the older."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 

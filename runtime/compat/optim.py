@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +9,14 @@ import torch
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
+from .frames import frames
+
 __all__ = ["is_running", "muon_learning_rate", "orthogonalize", "step_without_hooks"]
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this thread is inside a method of ``optimizer``."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(frame.f_locals.get("self") is optimizer for frame in frames())
 
 
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:

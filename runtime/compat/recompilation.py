@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .frames import frames
+
 __all__ = ["LimitReached", "compile_beyond_limit"]
 
 
@@ -38,9 +40,10 @@ class LimitReached:
 def compile_beyond_limit(tell: Callable[[LimitReached], None]) -> None:
     """Have code compiled again once it has reached ``recompile_limit``. A backend calls this when it makes a graph.
 
-    It holds for everything that the backend's ``torch.compile`` compiles, from the next compilation on. Dynamo would leave
-    code, and what it calls, to Python from then on. Beyond the limit, sizes and numbers that vary become symbolic, even
-    with ``torch.compile(dynamic=False)``, so that one or two more graphs suffice. ``accumulated_recompile_limit`` holds.
+    It holds for everything that the backend's ``torch.compile`` compiles, from the next compilation on. Dynamo would
+    leave code, and what it calls, to Python from then on. Beyond the limit, sizes and numbers that vary become
+    symbolic, even with ``torch.compile(dynamic=False)``, so that one or two more graphs suffice.
+    ``accumulated_recompile_limit`` holds.
 
     Args:
         tell: Called when a limit is reached, and before each compilation beyond it.
@@ -64,7 +67,6 @@ _settings = contextlib.ExitStack()
 def _before_compilation() -> str:
     """Lift the limit for one compilation. Dynamo calls this hook just before it compares with the limit."""
     from torch._dynamo.cache_size import exceeds_recompile_limit
-    from torch._dynamo.callback import callback_handler
 
     _settings.close()
     compilation, config = _compilation(), torch._dynamo.config
@@ -82,8 +84,9 @@ def _before_compilation() -> str:
         LimitReached(where, setting, getattr(config, setting), str(compilation["recompile_reason"]), shapes)
     )
     if setting == "recompile_limit":
-        if _after_compilation not in callback_handler.end_callbacks:  # torch.compiler.reset() removes it
-            callback_handler.register_end_callback(_after_compilation)
+        callbacks = torch._dynamo.callback_handler
+        if _after_compilation not in callbacks.end_callbacks:  # torch.compiler.reset() removes it
+            callbacks.register_end_callback(_after_compilation)
         varying = {"automatic_dynamic_shapes": True, "allow_unspec_int_on_nn_module": True}
         _settings.enter_context(config.patch(recompile_limit=sys.maxsize, **varying))  # type: ignore[arg-type]
     return ""
@@ -95,7 +98,5 @@ def _after_compilation(_: Any) -> None:
 
 def _compilation() -> dict[str, Any] | None:
     """Return the local variables of the function of Dynamo that is compiling a frame in this thread, if any."""
-    frame = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name != "_compile" or "cache_size" not in frame.f_locals):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_locals if frame is not None else None
+    compiling = (frame.f_locals for frame in frames() if frame.f_code.co_name == "_compile")
+    return next((variables for variables in compiling if "cache_size" in variables), None)

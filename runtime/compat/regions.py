@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch._C import DispatchKey
+from torch import DispatchKey, Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops import invoke_subgraph
 from torch._ops import HigherOrderOperator
@@ -252,7 +251,8 @@ class _RegionFunction(torch.autograd.Function):
 
 def _is_laid_out_like(tensor: Tensor, like: Tensor) -> bool:
     return all(
-        mine == its or size == 1 for mine, its, size in zip(tensor.stride(), like.stride(), like.shape, strict=True)
+        stride == wanted or size == 1
+        for stride, wanted, size in zip(tensor.stride(), like.stride(), like.shape, strict=True)
     )
 
 

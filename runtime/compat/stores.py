@@ -52,7 +52,7 @@ def address_towards(store: dist.Store) -> str | None:
 
 
 def serve_store(host: str, patience: timedelta) -> dist.TCPStore:
-    """Serve a store from this process, on a free port of ``host`` alone. By itself, a TCPStore serves all interfaces."""
+    """Serve a store from this process, on a free port of ``host`` alone. By default, a TCPStore serves all of them."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family)
     return dist.TCPStore(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._state_dict_utils import _broadcast_state_dict, _TensorInfo
+from torch.distributed._state_dict_utils import _broadcast_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .distributed import new_group_like
+from .frames import frames
 from .version import TORCH_VERSION
 
 __all__ = [
@@ -88,17 +89,16 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a tensor wraps, by attribute; none for an ordinary tensor."""
     if isinstance(tensor, DTensor):
         return {"_local_tensor": tensor._local_tensor}
-    if not is_traceable_wrapper_subclass(tensor):
-        return {}
-    names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    return {name: getattr(tensor, name) for name in flatten()[0]} if flatten is not None else {}
 
 
 def apart(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory, with a storage of its own that ends where the dense ``tensor`` does."""
     size, start = tensor.element_size(), tensor.storage_offset()
     own = tensor.untyped_storage()[start * size : (start + tensor.numel()) * size]
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    alone: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alone.set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
 
 
 def references_to(storage: torch.UntypedStorage) -> int:
@@ -115,8 +115,8 @@ class RowShard(Shard):
     Args:
         rows: Rows that this rank holds. With two sharded mesh dimensions, the last dimension has the rows and the first
             has :data:`EVERY_ROW`. None: all rows.
-        dims: Number of leading dimensions whose indices, taken together, are rows. If there are several, the local tensor
-            has one in place of them, and sizes and offsets do not exist.
+        dims: Number of leading dimensions whose indices, taken together, are rows. If there are several, the local
+            tensor has one in place of them, and sizes and offsets do not exist.
         name: Name of the parameter, for error messages.
     """
 
@@ -146,9 +146,10 @@ class RowShard(Shard):
             return curr_local_size, 0
         if self.dims > 1:
             raise RuntimeError(
-                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has "
-                "no size and offset by dimension, which broadcast_from_rank0=True needs. Call model.load_state_dict() with "
-                "a full state dict on every rank instead, or load a checkpoint with mfsdp_compile.checkpoint.load()."
+                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its "
+                "part has no size and offset by dimension, which broadcast_from_rank0=True needs. Call "
+                "model.load_state_dict() with a full state dict on every rank instead, or load a checkpoint with "
+                "mfsdp_compile.checkpoint.load()."
             )
         return len(self.rows), self.rows.start
 
@@ -157,23 +158,18 @@ EVERY_ROW = RowShard(None)
 
 
 def _check_broadcast_state_dict() -> None:
-    """Refuse a state dict that rank 0 broadcasts if it does not fit, before torch's helper writes into the first parameter.
+    """Refuse a state dict that rank 0 broadcasts if it does not fit, before torch's helper writes into a parameter.
 
     The helper of ``torch.distributed.checkpoint.state_dict`` asks the placement of each parameter for rows, and copies
-    these into the parameter. Names and shapes are compared only after that, by ``load_state_dict``, and on rank 0 only if
-    names are unexpected. All ranks know them when the helper asks for the first time.
+    these into the parameter. Names and shapes are compared only after that, by ``load_state_dict``, and on rank 0 only
+    if names are unexpected. All ranks know them when the helper asks for the first time.
 
     Raises:
         RuntimeError: On all ranks.
     """
-    frame = sys._getframe(2)
-    for _ in range(8):
-        if frame.f_code is _broadcast_state_dict.__code__:
-            break
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-    else:
+    near = itertools.islice(frames(), 12)
+    frame = next((each for each in near if each.f_code is _broadcast_state_dict.__code__), None)
+    if frame is None:
         return
     call = frame.f_locals
     broadcast, targets = call["ret"], call["local_state_dict"]
@@ -184,10 +180,11 @@ def _check_broadcast_state_dict() -> None:
         **targets,
         **(model.state_dict() if isinstance(model, nn.Module) else {}),
     }  # buffers are replaced in targets
+    # Rank 0 broadcasts size and dtype of a tensor that has dimensions.
     shapes = {
-        key: value.size if isinstance(value, _TensorInfo) else value.shape
+        key: value.shape if isinstance(value, Tensor) else value[0]
         for key, value in broadcast.items()
-        if isinstance(value, (_TensorInfo, Tensor))
+        if isinstance(value, (Tensor, tuple)) and hasattr(value, "dtype")
     }
     complaints = [
         f"{key} has shape {tuple(shape)} there, {tuple(state[key].shape)} here"
@@ -200,7 +197,8 @@ def _check_broadcast_state_dict() -> None:
     if complaints:
         more = f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
         raise RuntimeError(
-            f"The state dict that rank 0 broadcasts does not fit: {'; '.join(complaints[:8])}{more}. Nothing was loaded."
+            f"The state dict that rank 0 broadcasts does not fit: {'; '.join(complaints[:8])}{more}. Nothing was "
+            "loaded."
         )
 
 

@@ -63,8 +63,8 @@ def _weight_class() -> type:
 
 def rounds_scales(module: nn.Module) -> bool:
     """Whether a module quantizes its weight with powers of two as scales."""
-    config = getattr(module, "config", None)
-    return isinstance(module, _class("float8_linear", "Float8Linear")) and config.round_scales_to_power_of_2  # type: ignore[union-attr]
+    config: Any = getattr(module, "config", None)
+    return isinstance(module, _class("float8_linear", "Float8Linear")) and config.round_scales_to_power_of_2
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -86,8 +86,8 @@ def check_weight(name: str, tensor: Tensor) -> None:
     weight: Any = getattr(tensor, "_local_tensor", tensor)
     if missing := sorted(OWN_ATTRIBUTES - vars(weight).keys()):
         raise NotImplementedError(
-            f"Parameter {name!r} is a {type(weight).__name__} without {', '.join(missing)}: this version of torchao is not "
-            "supported. Use torchao 0.18, or Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
+            f"Parameter {name!r} is a {type(weight).__name__} without {', '.join(missing)}: this version of torchao is "
+            "not supported. Use torchao 0.18, or Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
         )
     if weight._dtype != _DTYPE:
         raise NotImplementedError(
@@ -97,7 +97,7 @@ def check_weight(name: str, tensor: Tensor) -> None:
 
 
 def refusal(kind: type) -> str:
-    """Return what to do in place of giving a parameter of this class to ``fully_shard_model``; "" if it is not torchao's."""
+    """Return what to do instead of sharding a parameter of this class of torchao; "" for other classes."""
     if not kind.__module__.startswith("torchao."):
         return ""
     instead = _INSTEAD.get(kind.__name__, "Use ordinary parameters, which its layers quantize as they compute")
@@ -106,7 +106,8 @@ def refusal(kind: type) -> str:
 
 _INSTEAD = {
     "NF4Tensor": (
-        "Frozen weights of 4 bits can stay whole on each rank: pass them in ignored_params. Others need ordinary parameters"
+        "Frozen weights of 4 bits can stay whole on each rank: pass them in ignored_params. Others need ordinary "
+        "parameters"
     ),
     "MXFP8TrainingWeightWrapperTensor": "Use torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear",
     "Int8QuantizedTrainingLinearWeight": (

@@ -1,7 +1,7 @@
 """Transformer Engine's layers, and everything in them that sharding has to know.
 
-Tested with Transformer Engine 2.20, and once with 2.8, 2.10, 2.14 and 2.19; the attributes below have the same meaning in
-all. Nothing here imports it: a model that has one of its layers has imported it.
+Tested with Transformer Engine 2.20, and once with 2.8, 2.10, 2.14 and 2.19; the attributes below have the same meaning
+in all. Nothing here imports it: a model that has one of its layers has imported it.
 
 ``tp_size``, ``tp_group``
     Layers mark their parameters ``tensor_model_parallel`` even if they are not divided.
@@ -11,25 +11,26 @@ all. Nothing here imports it: a model that has one of its layers has imported it
     Whether backward quantizes the weight again instead of keeping the quantized weight since forward (since 2.15). Also
     switches off the cache of quantized weights between microbatches.
 ``__fsdp_param__``, ``get_main_grad()``
-    A weight with the first has the second, which backward calls for memory to add the weight's gradient to, if the layer
-    was built with ``fuse_wgrad_accumulation=True``. It then returns None in place of the gradient. Until then, it holds
-    a weak reference to the weight, which must be alive.
+    A weight with the first has the second, which backward calls for memory to add the weight's gradient to, if the
+    layer was built with ``fuse_wgrad_accumulation=True``. It then returns None in place of the gradient. Until then, it
+    holds a weak reference to the weight, which must be alive.
 ``wgrad_store``
     Postpones weight gradients to ``backward_dw()``, with ``delay_wgrad_compute=True``.
 ``parameters()``, ``op_backward``
-    An operation (``transformer_engine.pytorch.ops``, which norms are) passes ``parameters()`` to autograd in forward, and
-    reads them again from the module in backward. ``te.ops.Sequential`` keeps those of its first forward.
+    An operation (``transformer_engine.pytorch.ops``, which norms are) passes ``parameters()`` to autograd in forward,
+    and reads them again from the module in backward. ``te.ops.Sequential`` keeps those of its first forward.
 ``primary_weights_in_fp8``, ``param_init_meta``, ``quantizers``
     Whether a layer was built under ``quantized_model_init``, and which quantizer a parameter is then quantized with: by
-    ``reset_parameters``, which replaces it by a ``QuantizedTensor``. A layer that finds one multiplies with it as it is.
+    ``reset_parameters``, which replaces it by a ``QuantizedTensor``. A layer that finds one multiplies with it as it
+    is.
 ``get_high_precision_init_val()``
     A quantized parameter's value before, on the CPU, if ``preserve_high_precision_init_val=True``.
 ``Float8Tensor(shape=, dtype=, data=, fp8_scale_inv=, fp8_dtype=, quantizer=)``
     A matrix with one scale, of any memory. Since 2.19, it says what is inside (``__tensor_flatten__``), without which
     it cannot be kept out of what autograd saves.
 ``MXFP8Tensor(shape=, dtype=, rowwise_data=, rowwise_scale_inv=, columnwise_data=, columnwise_scale_inv=, ...)``
-    A matrix in two planes, of which one may be None: forward multiplies with the first, backward with the second. Scales are
-    padded to multiples of 128 rows and 4 columns, and of 4 rows and 128 columns.
+    A matrix in two planes, of which one may be None: forward multiplies with the first, backward with the second.
+    Scales are padded to multiples of 128 rows and 4 columns, and of 4 rows and 128 columns.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def check_layer(module: nn.Module, name: str) -> None:
     what = f"Module {name!r}, a {kind.__name__} of Transformer Engine,"
     if is_operation(kind) and getattr(module, "_accumulate_into_main_grad", False):
         raise NotImplementedError(
-            f"{what} was built with accumulate_into_main_grad=True, which is not implemented for operations. Leave it out, or "
-            "use transformer_engine.pytorch.Linear with fuse_wgrad_accumulation=True."
+            f"{what} was built with accumulate_into_main_grad=True, which is not implemented for operations. Leave it "
+            "out, or use transformer_engine.pytorch.Linear with fuse_wgrad_accumulation=True."
         )
     if issubclass(kind, _base("ops.sequential", "Sequential")) and any(True for _ in module.parameters()):
         raise NotImplementedError(
@@ -144,30 +145,30 @@ def check_layer(module: nn.Module, name: str) -> None:
         return
     if getattr(module, "_with_quantized_weight", False):
         raise NotImplementedError(
-            f"{what} was built under quantized_model_init (fp8_model_init), which is implemented for layers, not for operations. "
-            "Build it without, or use transformer_engine.pytorch.Linear."
+            f"{what} was built under quantized_model_init (fp8_model_init), which is implemented for layers, not for "
+            "operations. Build it without, or use transformer_engine.pytorch.Linear."
         )
     if getattr(module, "primary_weights_in_fp8", False) and getattr(module, "single_grouped_weight", False):
         raise NotImplementedError(
-            f"{what} was built under quantized_model_init (fp8_model_init) with single_grouped_weight=True: quantized weights in "
-            "one parameter are not implemented. Leave one of the two out."
+            f"{what} was built under quantized_model_init (fp8_model_init) with single_grouped_weight=True: quantized "
+            "weights in one parameter are not implemented. Leave one of the two out."
         )
     if getattr(module, "fsdp_group", None) is not None:
         raise ValueError(
-            f"{what} is prepared for torch's FullyShardedDataParallel (prepare_te_modules_for_fsdp), so it would scatter what it "
-            "saves for backward over other ranks. Leave that call out."
+            f"{what} is prepared for torch's FullyShardedDataParallel (prepare_te_modules_for_fsdp), so it would "
+            "scatter what it saves for backward over other ranks. Leave that call out."
         )
     if is_delayed(module):
         raise NotImplementedError(
-            f"{what} was built with delay_wgrad_compute=True: its weight gradients are computed after backward, when the unit's "
-            "gradients have been reduced. Build it without; reductions overlap with backward anyway."
+            f"{what} was built with delay_wgrad_compute=True: its weight gradients are computed after backward, when "
+            "the unit's gradients have been reduced. Build it without; reductions overlap with backward anyway."
         )
     weights = getattr(module, "weight_names", ())
     if writes_gradients(module) and len(weights) > 1:
         raise NotImplementedError(
             f"{what} was built with fuse_wgrad_accumulation=True, and has its weight in {len(weights)} parameters "
-            f"({', '.join(weights)}), which it concatenates. Build it with one parameter (in attention: fuse_qkv_params=True), or "
-            "without fuse_wgrad_accumulation."
+            f"({', '.join(weights)}), which it concatenates. Build it with one parameter (in attention: "
+            "fuse_qkv_params=True), or without fuse_wgrad_accumulation."
         )
 
 
@@ -192,16 +193,16 @@ def overrides(cls: type[nn.Module]) -> dict[str, Any]:
         elif not torch.is_autocast_enabled():
             names = ", ".join(sorted(str(dtype) for dtype in dtypes))
             raise TypeError(
-                f"{type(self).__name__} of Transformer Engine: the input is {input.dtype}, the parameters are {names}. Both must "
-                "have one dtype outside of torch.autocast."
+                f"{type(self).__name__} of Transformer Engine: the input is {input.dtype}, the parameters are {names}. "
+                "Both must have one dtype outside of torch.autocast."
             )
         set_activation_dtype(self, input)
 
     def backward_dw(self: Any) -> None:
         if is_delayed(self):
             raise RuntimeError(
-                f"{type(self).__name__} of Transformer Engine: delay_wgrad_compute was enabled after fully_shard_model. Weight "
-                "gradients that are computed after backward would not be reduced."
+                f"{type(self).__name__} of Transformer Engine: delay_wgrad_compute was enabled after "
+                "fully_shard_model. Weight gradients that are computed after backward would not be reduced."
             )
 
     return {"set_activation_dtype": set_dtype, "backward_dw": backward_dw, "is_fsdp2": True}
@@ -234,7 +235,7 @@ def packs_saved_tensors() -> bool:
 
 
 def drop_memory(params: Iterable[Tensor]) -> None:
-    """Release the memory of tensors that something still refers to. They keep their shape; their values are undefined."""
+    """Release the memory of tensors that something still refers to. They keep their shape, with undefined values."""
     for param in params:
         if is_weight(param):
             discard_weight(param)
@@ -269,22 +270,23 @@ def check_weight(name: str, param: Any) -> None:
     value = getattr(param, "get_high_precision_init_val", lambda: None)()
     if value is None:
         raise ValueError(
-            f"Parameter {name!r} is a {kind} of Transformer Engine without its value in high precision: main weights would begin "
-            "with the rounding errors of fp8. Build the model under quantized_model_init(..., "
+            f"Parameter {name!r} is a {kind} of Transformer Engine without its value in high precision: main weights "
+            "would begin with the rounding errors of fp8. Build the model under quantized_model_init(..., "
             "preserve_high_precision_init_val=True) (fp8_model_init), and do not call clear_high_precision_init_val()."
         )
     with torch.no_grad():
         now, before = param.dequantize(), value.to(param.device)
         if isinstance(param._quantizer, _base("tensor.float8_tensor", "Float8Quantizer")) or "NVFP4" in kind:
-            # The scale may have changed, or rounding be random. Other values differ by more than the coarsest format rounds.
+            # The scale may have changed, or rounding be random. Other values differ by more than the coarsest format
+            # rounds.
             same = bool((now.float() - before.float()).abs().max() <= before.abs().max().float() / 4)
         else:
             same = torch.equal(param._quantizer.copy()(before).dequantize(), now)
     if not same:
         raise ValueError(
-            f"Parameter {name!r}, a {kind} of Transformer Engine, has been changed since its value in high precision was kept "
-            "(preserve_high_precision_init_val=True), from which main weights are made: the change would be lost. Load "
-            "checkpoints after fully_shard_model, which keeps main weights in float32."
+            f"Parameter {name!r}, a {kind} of Transformer Engine, has been changed since its value in high precision "
+            "was kept (preserve_high_precision_init_val=True), from which main weights are made: the change would be "
+            "lost. Load checkpoints after fully_shard_model, which keeps main weights in float32."
         )
 
 
@@ -302,7 +304,7 @@ def own_attributes(tensor: Tensor) -> set[str]:
 
 
 def discard_weight(tensor: Any) -> None:
-    """Release the memory of a quantized tensor, which keeps its shape. Other forms than ``Float8Tensor`` are emptied."""
+    """Release the memory of a quantized tensor. ``Float8Tensor`` and ``MXFP8Tensor`` keep their shape."""
     vars(tensor).pop("_high_precision_init_val", None)
     nothing = torch.empty((), dtype=torch.uint8, device=tensor.device).expand(tensor.shape)
     mxfp8: Any = _base("tensor.mxfp8_tensor", "MXFP8Tensor")
@@ -387,8 +389,9 @@ class _Wrapper:
 
     def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         raise NotImplementedError(
-            "Compiled code reads a weight that a layer of Transformer Engine gets in fp8 (quantized_model_init), outside of that "
-            "layer. Run that part of the model eagerly (torch.compiler.disable), or build the model without."
+            "Compiled code reads a weight that a layer of Transformer Engine gets in fp8 (quantized_model_init), "
+            "outside of that layer. Run that part of the model eagerly (torch.compiler.disable), or build the model "
+            "without."
         )
 
     def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
@@ -444,7 +447,7 @@ def scaling_of(form: str) -> str:
 
 
 def backward_takes_rows() -> bool:
-    """Whether layers that run now will read the plane of rows in backward: they dequantize it, with ``backward_override``."""
+    """Whether layers that run now will dequantize the plane of rows in backward, with ``backward_override``."""
     for module in ("quantization", "fp8"):  # since 2.9, and before
         manager: Any = _base(module, "FP8GlobalStateManager")
         if manager is not _Nothing:
@@ -477,7 +480,7 @@ def _mxfp8_tensor(dtype: torch.dtype, inside: Mapping[str, Tensor | None]) -> Te
 
 @functools.cache
 def _mxfp8_quantizer() -> Any:
-    """Return the quantizer of gathered weights. Layers ask it which planes they have in forward; it quantizes nothing."""
+    """Return the quantizer of gathered weights. Layers ask it which planes they have; it quantizes nothing."""
     kind: Any = _base("tensor.mxfp8_tensor", "MXFP8Quantizer")
     return kind(sys.modules["transformer_engine_torch"].DType.kFloat8E4M3, rowwise=True, columnwise=False)
 

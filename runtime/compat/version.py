@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -36,4 +37,5 @@ if not dist.is_available():
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 """Folder of torch's own source."""
-MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
+MODULE_FILE = inspect.getfile(torch.nn.Module)
+"""File with the class ``nn.Module``."""

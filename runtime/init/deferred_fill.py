@@ -93,9 +93,9 @@ class DeferredFills:
                 into.copy_(param[index])
                 continue
             # Draw what is contiguous: one index of dimensions of which the part has one, and a range of the next.
-            split = next((dim for dim, its in enumerate(index) if its.stop - its.start != 1), len(index) - 1)
+            split = next((dim for dim, each in enumerate(index) if each.stop - each.start != 1), len(index) - 1)
             width = param.stride(split)
-            before = sum(its.start * stride for its, stride in zip(index[:split], param.stride(), strict=False))
+            before = sum(each.start * stride for each, stride in zip(index[:split], param.stride(), strict=False))
             with _generator_kept():
                 drawn = fill.part(before + index[split].start * width, before + index[split].stop * width)
             drawn = drawn.view(*[1] * split, -1, *param.shape[split + 1 :])

@@ -139,7 +139,7 @@ class ByFunction(Initializer):
 
 
 class Later(Initializer):
-    """Leaves the values to the program, which fills the shards. Until then they are NaN, so that a missing one is seen."""
+    """Leaves the values to the program, which fills the shards. Until then they are NaN, which shows missing ones."""
 
     draws = False
     gives_values = False

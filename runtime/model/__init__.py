@@ -1,0 +1,1 @@
+"""The sharded model: how it is made, what it coordinates, how it recovers."""

@@ -18,7 +18,8 @@ from ..plan.communicators import Communication
 from ..plan.experts import ExpertPlacement
 from ..plan.model_plan import ModelPlan
 from ..ranks import compared
-from ..ranks.agreement import agree, value_digest
+from ..ranks.agreement import agree
+from ..ranks.digests import value_digest
 
 __all__ = ["Membership"]
 

@@ -31,30 +31,28 @@ from .. import compat
 from ..eager.engine import EagerRuntime
 from ..eager.modules import is_sharded, label_module, release_module
 from ..geometry.exchange import Overlap, buffer_bytes
-from ..geometry.partition import Peers, local_part
+from ..geometry.partition import Peers
 from ..geometry.topology import Accumulation, Topology
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..memory.quantized_shards import QuantizedShards
 from ..memory.registration import Registration
-from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..optim.step_tracker import StepTracker
 from ..optim.tracking import Optimizers, watch_steps
 from ..owner import ignore, owners_of, stop_ignoring
 from ..plan.model_plan import shared_buffers
 from ..plan.precision import Policies
-from ..ranks import compared
-from ..ranks.agreement import agree, value_digest
+from ..ranks.agreement import agree
 from ..ranks.conduct import Conduct
 from ..ranks.journal import journal
 from ..step import checks as step_checks
 from ..step.grad_sync import GradSync, SyncSettings
-from . import recovery
+from . import first_values, recovery
 from .membership import Membership
 from .run_lineage import Lineage
 from .summon import whole_parameters
 
-__all__ = ["ShardedModel", "models_of", "note_values"]
+__all__ = ["ShardedModel", "models_of"]
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 """All sharded models of the process: models that share compiled code learn of each other's schedules."""
@@ -78,7 +76,7 @@ class ShardedModel:
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
         optimizers: The optimizers that hold its parameters.
-        compares_values: Whether noted values of parameters are to be compared between ranks; see :func:`note_values`.
+        compares_values: Whether noted values of parameters are to be compared between ranks; see :func:`.first_values.note`.
         awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
@@ -338,34 +336,15 @@ class ShardedModel:
                 recovery.recover(self)
             self.grad_sync.forget_backward()
             if self.compares_values:
-                agree(self.group, "fully_shard", self._noted_values)
+                agree(self.group, "fully_shard", lambda: first_values.noted(self.buckets))
                 self.compares_values = False
             if self.awaits_values:
-                agree(self.everyone, "values of parameters from the meta device", self._missing_values)
+                agree(
+                    self.everyone,
+                    "values of parameters from the meta device",
+                    lambda: first_values.refuse_missing(self.buckets),
+                )
                 self.awaits_values = False
-
-    def _noted_values(self) -> list[str]:
-        return [
-            compared.line(f"values of {name}", digest)
-            for bucket in self.buckets
-            for name, digest in sorted(bucket.params[0].backing.noted.items())
-        ]
-
-    def _missing_values(self) -> list[str]:
-        """Return nothing. Raise RuntimeError if parameters are as they came from the meta device."""
-        shards = [
-            (split.name, param.detach().to_local())
-            for bucket in self.buckets
-            for split, param in zip(bucket.splits, bucket.params, strict=True)
-        ]
-        missing = [name for name, shard in shards if shard.numel() and shard.to(torch.float32).isnan().all()]
-        if missing:
-            names = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
-            raise RuntimeError(
-                f"{len(missing)} parameters from the meta device have no values yet: {names}. Give them values before the "
-                "first forward: with load_state_dict, a checkpoint, or reset_parameters() of each module."
-            )
-        return []
 
     def failed(self, error: BaseException) -> None:
         """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""
@@ -616,13 +595,3 @@ class ShardedModel:
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:
     """Return the models that own ``buckets``, each once, in order."""
     return [owner for owner in owners_of(buckets) if isinstance(owner, ShardedModel)]
-
-
-def note_values(params: Iterable[nn.Parameter]) -> None:
-    """Note digests of whole parameters, so that ranks can compare them when they hold only rows.
-
-    What is overwritten as a whole loses its note.
-    """
-    for param in params:
-        if not param.is_meta and not isinstance(param, RowShardedTensor):
-            vars(param)[NOTED_VALUE] = value_digest(local_part(param))

@@ -162,18 +162,18 @@ class FlatStep:
     def _collect_state(self, run: _AdjacentParams) -> bool:
         state = self._optimizer.state
         held = [state.get(param) or {} for param in run.params]
-        if run.shown and all(_same_objects(mine, its) for mine, its in zip(run.shown, held, strict=True)):
+        if run.shown and all(_same_objects(shown, state_of) for shown, state_of in zip(run.shown, held, strict=True)):
             return True
         if not any(held):  # the first step, or the state was cleared
             run.state, run.shown, run.sources = {}, [], {}
             return True
         # Build it from the parameters' state: a checkpoint was loaded, steps were taken before, or the optimizer
         # created the state when it was constructed.
-        if any(its.keys() != held[0].keys() for its in held):
+        if any(each.keys() != held[0].keys() for each in held):
             return False
         collected = {}
         for key, value in held[0].items():
-            values = [its[key] for its in held]
+            values = [each[key] for each in held]
             if isinstance(value, RowShardedTensor):
                 flat = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
                 for part, whole in zip(run.cut(flat), values, strict=True):
@@ -217,10 +217,10 @@ class FlatStep:
     def _give_up(self, run: _AdjacentParams) -> None:
         """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
         for param in run.params:
-            its = self._optimizer.state.get(param) or {}
-            for key, value in its.items():
+            state_of = self._optimizer.state.get(param) or {}
+            for key, value in state_of.items():
                 if isinstance(value, Tensor) and not isinstance(value, RowShardedTensor):
-                    its[key] = value.clone()
+                    state_of[key] = value.clone()
 
     def _check_state_by_parameter(self, optimizer: torch.optim.Optimizer) -> None:
         for runs in self._runs.values():
@@ -272,5 +272,5 @@ def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
     return _AdjacentParams(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
 
 
-def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:
-    return mine.keys() == its.keys() and all(its[key] is value for key, value in mine.items())
+def _same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(other[key] is value for key, value in one.items())

@@ -65,8 +65,8 @@ class ShardedMuon(torch.optim.Muon):
             for param in params:
                 if "momentum_buffer" not in self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
-            for (topology, _), its in together(params, cut_of).items():
-                self._update(its, topology, group)
+            for (topology, _), alike in together(params, cut_of).items():
+                self._update(alike, topology, group)
         return loss
 
     def _update(self, params: Sequence[RowShardedTensor], topology: Topology, group: dict[str, Any]) -> None:
@@ -92,8 +92,8 @@ class ShardedMuon(torch.optim.Muon):
             parts = iter(journey.there_and_back(orthogonalize))
             for param in chunk:
                 local = param.to_local()
-                its = [next(parts) for _ in range(_count(param.row_split))]
-                update = (torch.cat(its) if len(its) > 1 else its[0]).view(local.shape)
+                matrices = [next(parts) for _ in range(_count(param.row_split))]
+                update = (torch.cat(matrices) if len(matrices) > 1 else matrices[0]).view(local.shape)
                 param.mul_(1 - lr * group["weight_decay"])
                 rate = compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape[-2:])
                 param.add_(RowShardedTensor.wrap(update.to(param.device), param.row_split, topology), alpha=-rate)
@@ -132,8 +132,8 @@ def check_matrices(optimizer: torch.optim.Optimizer) -> None:
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.ndim not in (2, 3):
             raise ValueError(
-                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.row_split.name!r} has the shape "
-                f"{tuple(param.shape)}. Give it to another optimizer."
+                f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.row_split.name!r} has the "
+                f"shape {tuple(param.shape)}. Give it to another optimizer."
             )
         cut_of(param.row_split)
         check_is_one_parameter(param)
@@ -147,9 +147,9 @@ def check_is_one_parameter(param: RowShardedTensor) -> None:
     """
     if param.topology.skips_itself and param.row_split.groups and param.ndim < 3:
         raise NotImplementedError(
-            f"The optimizer looks at whole parameters, and {param.row_split.name!r}, {list(param.shape)}, is divided over "
-            "expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, [E, H, F], or give "
-            "it to another optimizer."
+            f"The optimizer looks at whole parameters, and {param.row_split.name!r}, {list(param.shape)}, is divided "
+            "over expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, "
+            "[E, H, F], or give it to another optimizer."
         )
 
 
@@ -203,9 +203,9 @@ class Item:
 
     def held(self, piece: int) -> range:
         """Return the elements of the part that shard ``piece`` holds."""
-        its = self.split.elements(piece)
-        start = min(max(its.start, self.elements.start), self.elements.stop)
-        return range(start, max(start, min(its.stop, self.elements.stop)))
+        elements = self.split.elements(piece)
+        start = min(max(elements.start, self.elements.start), self.elements.stop)
+        return range(start, max(start, min(elements.stop, self.elements.stop)))
 
     @property
     def work(self) -> int:
@@ -284,8 +284,10 @@ def together(
     """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
     found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
     for param in params:
-        its = cut(param.row_split)
-        found.setdefault((param.topology, its.group.name if its is not None else None), []).append(param)
+        cut_of_param = cut(param.row_split)
+        found.setdefault((param.topology, cut_of_param.group.name if cut_of_param is not None else None), []).append(
+            param
+        )
     return found
 
 
@@ -401,8 +403,8 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 def legs_of(items: Sequence[Item], topology: Topology, found: Sequence[Owner] | None = None) -> list[Leg]:
     """Return each item's route to its owner.
 
-    With HFSDP, first over the outer ranks, then over the inner ones; the parts of a cut last. The items that are cut are
-    cut over the same group.
+    With HFSDP, first over the outer ranks, then over the inner ones; the parts of a cut last. The items that are cut
+    are cut over the same group.
 
     Args:
         found: What :func:`owners` has returned for these items, if they were among others.
@@ -436,7 +438,7 @@ def _legs_over_shards(owner: dict[int, int], numel: dict[int, list[int]], topolo
 def _legs_over_cut(items: Sequence[Item], found: Sequence[Owner], shard: int) -> list[Leg]:
     cut = {k: item.cut for k, item in enumerate(items) if item.cut is not None}
     here = {k: found[k].part for k in cut if found[k].shard == shard}
-    groups = {its.group.name: its.group for its in cut.values()}
+    groups = {each.group.name: each.group for each in cut.values()}
     return [Leg(group, here, {k: items[k].numels() for k in here}) for group in groups.values()]
 
 

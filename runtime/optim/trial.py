@@ -1,9 +1,9 @@
 """What an optimizer's step of a parameter depends on, found out by steps over small tensors.
 
-A step over something else than single whole parameters is right for some optimizers only. What kind an optimizer is, its
-class does not tell. A shallow copy of it, with groups of the same settings, steps small random tensors in two ways, and the
-results are compared. Preconditioners may begin late, and be computed rarely: the copy also steps with every such number
-at 1.
+A step over something else than single whole parameters is right for some optimizers only. What kind an optimizer is,
+its class does not tell. A shallow copy of it, with groups of the same settings, steps small random tensors in two ways,
+and the results are compared. Preconditioners may begin late, and be computed rarely: the copy also steps with every
+such number at 1.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _holds(
 
 
 def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
-    """Return parameters, and the gradients of ``count`` steps, of which each parameter's have a direction and a size."""
+    """Return parameters, and their gradients in ``count`` steps, each with a direction and a size of its own."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
@@ -89,8 +89,8 @@ def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
     params, directions = draw(), draw()
     noise = [draw() for _ in range(count)]
     gradients = [
-        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, its, strict=True)]
-        for its in noise
+        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, noises, strict=True)]
+        for noises in noise
     ]
     return [params, *gradients]
 
@@ -141,8 +141,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _alike(mine: Tensor, its: Tensor) -> bool:
-    # Kernels may round the last elements of a tensor otherwise than those that fill a vector register: an error in the last
-    # place of parameters near 1 at each step, and what a step makes of it.
-    tolerance = 30 * torch.finfo(mine.dtype).eps + 1e-3 * mine.abs().max().item()
-    return torch.allclose(mine, its, rtol=0, atol=tolerance, equal_nan=True)
+def _alike(one: Tensor, other: Tensor) -> bool:
+    # Kernels may round the last elements of a tensor otherwise than those that fill a vector register: an error in the
+    # last place of parameters near 1 at each step, and what a step makes of it.
+    tolerance = 30 * torch.finfo(one.dtype).eps + 1e-3 * one.abs().max().item()
+    return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)

@@ -21,7 +21,7 @@ from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.tensor import RowShardedTensor
 from ..program_lines import warn
 from ..ranks import compared
-from ..ranks.agreement import value_digest
+from ..ranks.digests import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .offload import check_offload

@@ -60,10 +60,10 @@ RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())
 """How to continue after ranks have diverged."""
 
 ADVICE = (
-    "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
-    "data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by zero), or decide for "
-    f"all ranks together. Weights and optimizer state are those of the last optimizer step; {RESET} makes the model "
-    "usable again."
+    "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch "
+    "depend on data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by "
+    "zero), or decide for all ranks together. Weights and optimizer state are those of the last optimizer step; "
+    f"{RESET} makes the model usable again."
 )
 
 AT_REST = "at rest"
@@ -394,8 +394,8 @@ class Order:
 
 _ROWS = 2
 _LONGEST = 2_000
-"""Length of a run of forwards from which on it is not counted further. Otherwise each forward of a training that does nothing
-else would be another past."""
+"""Length of a run of forwards from which on it is not counted further. Otherwise each forward of a training that does
+nothing else would be another past."""
 _PASTS = 20_000
 """Number of pasts to remember per place."""
 

@@ -8,8 +8,8 @@ NCCL and gloo count alike: ``number`` is their ``collective_seq_id``, and ``grou
 
 If ``$MFSDP_DEBUG_DIR`` is set, the journal is written to ``$MFSDP_DEBUG_DIR/hang/rank-N.json``: when a forward, a
 backward or the program fails; when nothing has happened for most of the process group's timeout (by a thread, because a
-rank that waits in a collective cannot do it); and on SIGUSR1. ``mfsdp hang DIR`` (:mod:`mfsdp_compile.diagnostics.hang`) combines
-the files of all ranks.
+rank that waits in a collective cannot do it); and on SIGUSR1. ``mfsdp hang DIR``
+(:mod:`mfsdp_compile.diagnostics.hang`) combines the files of all ranks.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ class Journal:
     def _on_signals(self) -> None:
         """Write the journal on SIGUSR1, and on SIGTERM, with which launchers end the other ranks when one has died.
 
-        The program's own signal handlers are kept, also those that it sets later: only this class's own ends the process.
+        The program's own signal handlers are kept, also those that it sets later: only this class's own ends the
+        process.
         """
         ours = {number for number in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL}
         # Python runs signal handlers between two of its own instructions, which a rank that waits in C++ never reaches.

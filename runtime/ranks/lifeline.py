@@ -1,18 +1,18 @@
 """Whether the processes of other ranks exist and run.
 
-Each process listens at a port, whose address is in the store, and closes what connects to it. A rank that suspects others
-:func:`asks <ask>` them: the operating system refuses connections to a process that has ended, however it ended, and
-accepts them for one that is stopped, which then does not close them.
+Each process listens at a port, whose address is in the store, and closes what connects to it. A rank that suspects
+others :func:`asks <ask>` them: the operating system refuses connections to a process that has ended, however it ended,
+and accepts them for one that is stopped, which then does not close them.
 
-For a large job to notice an end, not every rank can ask every other one. Therefore the ranks form a ring of connections that
-stay open::
+For a large job to notice an end, not every rank can ask every other one. Therefore the ranks form a ring of connections
+that stay open::
 
     rank 0 --- rank 1 --- rank 2 --- ... --- rank n - 1 --- rank 0
 
-When a process ends, its connections are closed. Its two neighbors see this and publish it in the store, where ranks that
-wait look (:mod:`.watchdog`). TCP's keep-alive packets notice machines that are gone. Each rank has two connections, in
-jobs of any size, and sends nothing while all ranks live. A process that ends in order withdraws its address first, so that
-a message can tell an exit from a kill.
+When a process ends, its connections are closed. Its two neighbors see this and publish it in the store, where ranks
+that wait look (:mod:`.watchdog`). TCP's keep-alive packets notice machines that are gone. Each rank has two
+connections, in jobs of any size, and sends nothing while all ranks live. A process that ends in order withdraws its
+address first, so that a message can tell an exit from a kill.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[
         patience: Seconds to wait for answers.
 
     Returns:
-        Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or something
-        keeps Python from running.
+        Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or
+        something keeps Python from running.
     """
     begun, ended = time.monotonic(), []
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as connections:

@@ -1,9 +1,9 @@
 """Detects ranks that wait for each other forever, within seconds and whatever the process group's timeout.
 
-A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not listen,
-continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a thread
-that wakes up every second. It does nothing as long as the program makes progress. If the program stands still, the
-thread
+A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not
+listen, continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a
+thread that wakes up every second. It does nothing as long as the program makes progress. If the program stands still,
+the thread
 
 *   of a rank that waits in an agreement tells the others through the store what the rank has reached, where in the
   program, and how many phases and collectives it has begun before;
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import sys
 import threading
@@ -43,11 +42,14 @@ import torch.distributed as dist
 
 from .. import compat
 from ..program_lines import is_in_package, program_line
+from . import notices
 from .collective_order import RESET, Order, orders, standstill
+from .failed_waits import Guarded, why_failed
 from .journal import journal, on_uncaught_exceptions
-from .lifeline import Lifeline, ask
+from .lifeline import Lifeline
+from .notices import Notice, collectives_started, conclude_once, found, found_of_another, key_of
 
-__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
 
 ORDER = "Order of collectives"
 """Topic of agreements about what comes next."""
@@ -56,10 +58,6 @@ TICK = 1.0
 """Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
 LONGEST = 5.0
 """Maximum number of seconds between two requests to the store when nothing has moved for a while."""
-ENDING = 1.0
-"""Seconds to look for a process that has ended, when a connection was closed."""
-ANSWER = 1.0
-"""Seconds within which processes of other ranks must answer."""
 EXIT_TIMEOUT = 10.0
 """Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
@@ -96,6 +94,8 @@ class Asking:
         what: What is to be agreed on.
         is_next: Whether that is the next step in the order of collectives.
         is_last_resort: Whether diverged ranks meet again here. Such an agreement is never answered for others.
+
+    Attributes:
         order: Order of the group, if it has one.
     """
 
@@ -106,32 +106,17 @@ class Asking:
     what: str
     is_next: bool
     is_last_resort: bool
-    order: Order | None
+    order: Order | None = field(init=False)
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
     was_told: bool = False
 
+    def __post_init__(self) -> None:
+        self.order = orders().get(self.group)
+
     @property
     def key(self) -> str:
         return f"{self.place}/{self.visit}"
-
-
-@dataclass(eq=False)
-class Guarded:
-    """A process group in which waits end if a rank's process does not answer for long; see :meth:`Watchdog.guarding`.
-
-    Args:
-        group: The process group.
-        patience: Seconds.
-    """
-
-    group: dist.ProcessGroup
-    patience: float
-    due: float = field(default_factory=time.monotonic)
-    silent: dict[int, float] = field(default_factory=dict)
-    """Ranks that do not answer, and since when."""
-    why: str = ""
-    """Why the group's waits were ended; empty if they were not."""
 
 
 class Watchdog:
@@ -194,7 +179,7 @@ class Watchdog:
         cause = f" with {type(error).__name__}: {error}"[:1000] if error is not None else ""
         with contextlib.suppress(RuntimeError):  # the store's process has already ended
             for order in self._live():
-                self._tell_end(compat.default_store(), order, f"{how}{cause}")
+                notices.tell_end(compat.default_store(), order, f"{how}{cause}")
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
@@ -208,21 +193,10 @@ class Watchdog:
             order.revive()
 
     @contextlib.contextmanager
-    def asking(
-        self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        place: str,
-        visit: int,
-        what: str,
-        is_next: bool,
-        is_last_resort: bool,
-    ) -> Iterator[None]:
-        """Context for a wait for other ranks in an agreement; see :class:`Asking`."""
+    def asking(self, asked: Asking) -> Iterator[None]:
+        """Context for a wait of this rank for others in an agreement."""
         self._start()
-        self._visits[place] = visit
-        name = group.group_name
-        asked = Asking(name, ranks, place, visit, what, is_next, is_last_resort, orders().get(name))
+        self._visits[asked.place] = asked.visit
         before = self._asking.get(asked.thread)
         self._asking[asked.thread] = asked
         try:
@@ -249,33 +223,20 @@ class Watchdog:
             self._guarded.remove(guarded)
 
     def abandon(self, group: dist.ProcessGroup, error: BaseException) -> None:
-        """Leave a group in which ranks wait for this one, on :meth:`guarding`'s watch: publish why, and end all waits in it."""
+        """Leave a guarded group in which ranks wait for this one: publish why, and end all waits in it."""
         with contextlib.suppress(RuntimeError, OSError):  # the store's process is gone
             told = f"Rank {dist.get_rank()} had failed with {type(error).__name__}: {error}"[:1000]
-            conclude_once(compat.default_store(), f"{_of(group.group_name)}/abandoned", {"text": told})
+            conclude_once(compat.default_store(), key_of(group.group_name, "abandoned"), {"text": told})
             compat.break_connections(group)
 
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
-            self._tell_end(store, order, f"had failed with {error}")
-
-    def _tell_end(self, store: dist.Store, order: Order, how: str) -> None:
-        told = _come_so_far(order) | {
-            "number": order.events,
-            "how": how,
-            "after": order.latest,
-            "line": program_line(sys._current_frames().get(order.thread)),
-        }
-        store.set(_end_of(order.group, dist.get_rank()), json.dumps(told))
-        first = _found(store, f"{_of(order.group)}/failed")
-        if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
-            store.set(f"{_of(order.group)}/failed", json.dumps(told))
-        store.set(f"{_of(order.group)}/notice", "")
+            notices.tell_end(store, order, f"had failed with {error}")
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
-        store.set(f"{_of(group)}/failed", "null")
-        store.set(_end_of(group, dist.get_rank()), json.dumps(None))
+        for key in (key_of(group, "failed"), notices.key_of_end(group, dist.get_rank())):
+            store.set(key, "null")
 
     def explain(self, error: RuntimeError, what: str | None = None) -> None:
         """Raise an error that says more than the one with which a wait for a collective has ended.
@@ -290,7 +251,7 @@ class Watchdog:
             if order.stalled is None and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
                     store = compat.default_store()
-                    if (over := _found(store, f"{_of(order.group)}/over")) and over["epoch"] == order.epoch:
+                    if (over := found(store, key_of(order.group, "over"))) and over["epoch"] == order.epoch:
                         order.stalled = over["text"]
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
@@ -301,8 +262,8 @@ class Watchdog:
         what = what or journal.doing() or order.latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
-            f"{self._why_failed(live, error)} Weights and optimizer state are those of the last optimizer step; "
-            f"{RESET} makes the model usable again where all ranks live. The backend's error: {error}"
+            f"{why_failed(live, self._guarded, error)} Weights and optimizer state are those of the last optimizer "
+            f"step; {RESET} makes the model usable again where all ranks live. The backend's error: {error}"
         ) from error
 
     @contextlib.contextmanager
@@ -322,56 +283,7 @@ class Watchdog:
             and dist.is_initialized()
             and (live := self._live())
         ):
-            _log.error("Rank %d, %s: %s", dist.get_rank(), _main(live).progress, self._why_failed(live, error))
-
-    def _why_failed(self, live: Collection[Order], error: RuntimeError) -> str:
-        """Say which rank has made a collective fail, and what is known of it."""
-        if why := next((guarded.why for guarded in self._guarded if guarded.why), None):
-            return why
-        try:
-            store, known = compat.default_store(), compat.known_groups()
-            for guarded in self._guarded:
-                if abandoned := _found(store, f"{_of(guarded.group.group_name)}/abandoned"):
-                    return f"{abandoned['text']}."
-            others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
-            if compat.is_timeout(error):
-                gone, stopped = ask(store, others, ANSWER)
-                failed = None  # ranks that have waited as well
-            else:
-                gone, failed = self._wait_for_end(store, live, others)
-                stopped = []
-            groups = {order.group for order in live}
-            if gone and any(_last_told(store, groups, rank) is None for rank in gone):
-                return _text_of_ends(store, groups, gone)
-        except (RuntimeError, OSError, KeyError):
-            return (
-                "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
-                "last says why."
-            )
-        if failed is not None:
-            return f"{_text_of_end(failed)}."
-        if stopped:
-            return (
-                f"The process of {_ranks(stopped)} does not answer: it is stopped, or something keeps Python from running "
-                "there. `mfsdp hang` says where each rank is."
-            )
-        return "Another rank takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
-
-    def _wait_for_end(
-        self, store: dist.Store, live: Collection[Order], others: Sequence[int]
-    ) -> tuple[list[int], dict[str, Any] | None]:
-        """Find out which processes have ended, and which rank has said first that it fails.
-
-        While a process ends, its connections are closed one by one.
-        """
-        deadline = time.monotonic() + ENDING
-        while True:
-            told = [_found(store, f"{_of(order.group)}/failed") for order in live]
-            failed = next((each for each in told if each is not None and each["rank"] != dist.get_rank()), None)
-            gone, _ = ask(store, others, 0)
-            if gone or failed is not None or time.monotonic() > deadline:
-                return gone, failed
-            time.sleep(0.1)
+            _log.error("Rank %d, %s: %s", dist.get_rank(), _main(live).progress, why_failed(live, self._guarded, error))
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -395,17 +307,16 @@ class Watchdog:
             return
         while self._done:
             self._take_back(self._done.pop())
-        now = time.monotonic()
         for guarded in list(self._guarded):
-            if now >= guarded.due and not guarded.why:
-                self._look_after(guarded)
+            guarded.look(self._connection())
+        now = time.monotonic()
         asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
         self._look_for_lost(asked)
         for order, models in self._live().items():
             mine = next((each for each in asked if each.order is order), None)
             if order.stalled is not None:
                 if mine is not None and not mine.is_last_resort:  # it was begun before this rank had learned of it
-                    self._answer(self._connection(), {mine.key}, _astray(order.stalled, dist.get_rank()))
+                    self._answer(self._connection(), {mine.key}, notices.astray(order.stalled, dist.get_rank()))
                 continue
             state = order.epoch, order.events
             if self._seen.get(order) != state:
@@ -425,22 +336,9 @@ class Watchdog:
         self._lifeline.look(store)
         for each in asked:
             if lost := self._lifeline.lost(store, each.ranks):
-                told = _last_told(store, {order.group for order in self._live()}, lost[0].rank)
+                told = notices.last_told(store, {order.group for order in self._live()}, lost[0].rank)
                 text = str(lost[0]) if told is None else f"{lost[0]} {told['progress']}"
                 self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": text})
-
-    def _look_after(self, guarded: Guarded) -> None:
-        """End the waits in a group if one of its ranks has not answered for too long."""
-        guarded.due = time.monotonic() + min(guarded.patience / 4, LONGEST) - ANSWER
-        others = [rank for rank in dist.get_process_group_ranks(guarded.group) if rank != dist.get_rank()]
-        now = time.monotonic()
-        _, silent = ask(self._connection(), others, ANSWER)
-        guarded.silent = {rank: guarded.silent.get(rank, now) for rank in silent}
-        late = [rank for rank, since in guarded.silent.items() if now - since >= guarded.patience]
-        if late:
-            guarded.why = f"The process of {_ranks(late)} has not answered for {guarded.patience:.0f} s."
-            _log.error("Rank %d: %s", dist.get_rank(), guarded.why)
-            compat.break_connections(guarded.group)
 
     def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
         store = self._connection()
@@ -450,28 +348,28 @@ class Watchdog:
         own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
         for scope in scopes:
-            if not store.check([f"{_of(scope)}/notice"]):
+            if not store.check([key_of(scope, "notice")]):
                 continue
-            over = _found(store, f"{_of(scope)}/over")
+            over = found(store, key_of(scope, "over"))
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
-                self._answer(store, own, _astray(over["text"], over["rank"]))
+                self._answer(store, own, notices.astray(over["text"], over["rank"]))
                 self._end(order, over["text"], set())
                 return
-        if not store.check([f"{_of(order.group)}/notice"]):
+        if not store.check([key_of(order.group, "notice")]):
             return
         begun = order.events + (mine is not None and mine.is_next)
-        failed = _found_of_another(store, order, "failed")
+        failed = found_of_another(store, order, "failed")
         if failed is not None and _waits_for(failed, order, models, begun, mine is not None):
             # Ranks that have met since the failure have begun another epoch.
-            text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
+            text = notices.never_starts(failed, _here(order, any_of_mine)) + notices.other_steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
             return
-        rest = _found_of_another(store, order, "rest")
+        rest = found_of_another(store, order, "rest")
         if rest is not None and _cannot_meet(rest, order, models):
-            text = _text_of_rest(rest, self._here(order, any_of_mine)) + _steps(rest, order.steps)
+            text = notices.rests(rest, _here(order, any_of_mine)) + notices.other_steps(rest, order.steps)
             self._conclude(store, order, models, own, text, rest["rank"], set())
             return
-        ask = _found_of_another(store, order, "ask")
+        ask = found_of_another(store, order, "ask")
         if ask is None:
             return
         is_past = order.events >= ask["number"]
@@ -482,33 +380,28 @@ class Watchdog:
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
             return  # read the visits last: this rank was asked before it could begin more
         keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
-        text = _text(ask, self._here(order, any_of_mine, wait)) + _steps(ask, order.steps)
+        text = notices.diverged(ask, _here(order, any_of_mine, wait)) + notices.other_steps(ask, order.steps)
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
     def _tell(self, store: dist.Store, order: Order, mine: Asking) -> None:
         """Tell other ranks that this one is waiting."""
         frames = sys._current_frames()
-        _offer(
-            store,
-            f"{_of(order.group)}/ask",
-            _come_so_far(order)
-            | {
-                "number": order.events + 1,
-                "what": mine.what,
-                "after": order.latest,
-                "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
-                "place": mine.place,
-                "visit": mine.visit,
-                "is last resort": mine.is_last_resort,
-            },
-        )
-        store.set(f"{_of(order.group)}/notice", "")
+        told = notices.come_so_far(order) | {
+            "number": order.events + 1,
+            "what": mine.what,
+            "after": order.latest,
+            "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
+            "place": mine.place,
+            "visit": mine.visit,
+            "is last resort": mine.is_last_resort,
+        }
+        notices.offer(store, order.group, "ask", told)
         mine.was_told = True
 
     def _take_back(self, asked: Asking) -> None:
         """Withdraw what others were told about a wait that has ended."""
-        store, key = self._connection(), f"{_of(asked.group)}/ask"
-        ask = _found(store, key)
+        store, key = self._connection(), key_of(asked.group, "ask")
+        ask = found(store, key)
         if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
             store.set(key, "null")
 
@@ -520,11 +413,10 @@ class Watchdog:
         before, self._rests[order] = self._rests.get(order), rest
         if rest is None or rest != before:
             return
-        told = _come_so_far(order) | {"group": name, "line": program_line(frame)}
-        store.set(f"{_of(order.group)}/rest", json.dumps(told))
-        store.set(f"{_of(order.group)}/notice", "")
+        told = notices.come_so_far(order) | {"group": name, "line": program_line(frame)}
+        notices.publish(store, order.group, "rest", told)
 
-    def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
+    def _other_wait(self, order: Order, ask: Notice) -> str | None:
         """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
 
         None if it does not wait in one, or the asking rank has started that collective.
@@ -535,21 +427,6 @@ class Watchdog:
         group = compat.process_group(name)
         is_ahead = compat.collectives_started(group) > ask["counts"][name]
         return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
-
-    def _here(self, order: Order, mine: Asking | None, wait: str | None = None) -> str:
-        """Describe what this rank is doing.
-
-        It waits in an agreement, in a collective of the program itself over a process group, or in one of the model.
-        """
-        if mine is not None:
-            what = mine.what if mine.is_next else repr(mine.what)
-        elif wait is not None:
-            what = f"a collective over process group {wait}"
-        else:
-            what = journal.doing() or order.latest
-        line = program_line(sys._current_frames().get(order.thread))
-        at = f", at {line}" if line else ""
-        return f"rank {dist.get_rank()} has come as far as {order.latest}, {order.progress}, and waits in {what}{at}"
 
     def _conclude(
         self,
@@ -568,14 +445,12 @@ class Watchdog:
             rank: The rank that diverged.
             more: Additional process groups that this rank waits in.
         """
-        over = json.dumps({"epoch": order.epoch, "text": text, "rank": rank})
         for scope in {order.group}.union(*(model.scopes for model in models)):
-            store.set(f"{_of(scope)}/over", over)
-            store.set(f"{_of(scope)}/notice", "")
-        self._answer(store, keys, _astray(text, rank))
+            notices.publish(store, scope, "over", {"epoch": order.epoch, "text": text, "rank": rank})
+        self._answer(store, keys, notices.astray(text, rank))
         self._end(order, text, more)
 
-    def _answer(self, store: dist.Store, keys: set[str], verdict: dict[str, Any]) -> None:
+    def _answer(self, store: dist.Store, keys: set[str], verdict: Notice) -> None:
         for key in keys:
             for answer in ("verdict", "compared"):
                 conclude_once(store, f"{key}/{answer}", verdict)
@@ -606,23 +481,23 @@ class Watchdog:
         return self._store
 
 
-def _come_so_far(order: Order) -> dict[str, Any]:
-    """Return what each message of this rank says to others."""
-    return {
-        "epoch": order.epoch,
-        "steps": order.steps,
-        "progress": order.progress,
-        "rank": dist.get_rank(),
-        "counts": _collectives_started(),
-    }
+def _here(order: Order, mine: Asking | None, wait: str | None = None) -> str:
+    """Describe what this rank is doing.
+
+    It waits in an agreement, in a collective of the program itself over a process group, or in one of the model.
+    """
+    if mine is not None:
+        what = mine.what if mine.is_next else repr(mine.what)
+    elif wait is not None:
+        what = f"a collective over process group {wait}"
+    else:
+        what = journal.doing() or order.latest
+    line = program_line(sys._current_frames().get(order.thread))
+    at = f", at {line}" if line else ""
+    return f"rank {dist.get_rank()} has come as far as {order.latest}, {order.progress}, and waits in {what}{at}"
 
 
-def _collectives_started() -> dict[str, int]:
-    """Return how many collectives this rank has started in each process group, by name."""
-    return {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()}
-
-
-def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched], begun: int, asks: bool) -> bool:
+def _waits_for(failed: Notice, order: Order, models: Collection[Watched], begun: int, asks: bool) -> bool:
     """Whether this rank waits for something of the models that a rank that has failed has not begun.
 
     Collectives of the program itself do not count. A program that handles the error may go on with them on all ranks.
@@ -638,7 +513,7 @@ def _waits_for(failed: dict[str, Any], order: Order, models: Collection[Watched]
     return journal.has_started_beyond(counts, {model.name for model in models})
 
 
-def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]) -> bool:
+def _cannot_meet(rest: Notice, order: Order, models: Collection[Watched]) -> bool:
     """Whether this rank and one that waits in a collective of the program itself wait for each other.
 
     The other rank waits until this one starts that collective. This one waits for a collective of the models that the
@@ -647,7 +522,7 @@ def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]
     Args:
         rest: What the other rank has told.
     """
-    started, counts, group = _collectives_started(), rest["counts"], rest["group"]
+    started, counts, group = collectives_started(), rest["counts"], rest["group"]
     if group not in started or not is_in_package(sys._current_frames().get(order.thread)):
         return False
     if started[group] >= counts[group]:
@@ -655,7 +530,7 @@ def _cannot_meet(rest: dict[str, Any], order: Order, models: Collection[Watched]
     return _has_started_beyond(_counts_for(models, rest))
 
 
-def _counts_for(models: Collection[Watched], told: dict[str, Any]) -> dict[str, int]:
+def _counts_for(models: Collection[Watched], told: Notice) -> dict[str, int]:
     """Return how many collectives another rank has told of, in each process group of the models that it is in."""
     known, groups = compat.known_groups(), set().union(*(model.communicators for model in models))
     counts: dict[str, int] = told["counts"]
@@ -664,105 +539,13 @@ def _counts_for(models: Collection[Watched], told: dict[str, Any]) -> dict[str, 
 
 def _has_started_beyond(counts: dict[str, int]) -> bool:
     """Whether this rank has started more collectives in a process group than ``counts`` has for it."""
-    started = _collectives_started()
+    started = collectives_started()
     return any(started[name] > count for name, count in counts.items())
-
-
-def _astray(text: str, rank: int) -> dict[str, Any]:
-    return {"kind": "astray", "ranks": [rank], "text": text}
-
-
-def _of(group: str) -> str:
-    return f"mfsdp/watch/{group}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
 
 
 def _main(live: Collection[Order]) -> Order:
     """Return the order of the model that is trained."""
     return max(live, key=lambda order: order.steps)
-
-
-def _last_told(store: dist.Store, groups: Collection[str], rank: int) -> dict[str, Any] | None:
-    """Return what a rank has told of its end, or its failure, if it still could."""
-    told = filter(None, (_found(store, _end_of(group, rank)) for group in groups))
-    return max(told, key=lambda each: each["steps"], default=None)
-
-
-def _text_of_ends(store: dist.Store, groups: Collection[str], gone: Sequence[int]) -> str:
-    """Say of ranks whose processes have ended why they did, of those first that are the cause."""
-    told = {rank: _last_told(store, groups, rank) for rank in gone}
-    if silent := [rank for rank, its in told.items() if its is None]:
-        return (
-            f"The process of {_ranks(silent)} has ended and could not say why: it was killed, crashed or ran out of memory. "
-            "What it printed last, or the log of its machine, tells."
-        )
-    return f"{_text_of_end(next(filter(None, told.values())))}, and its process has ended."
-
-
-def _end_of(group: str, rank: int) -> str:
-    """Return the key of how a rank has ended or failed, if it could still tell."""
-    return f"{_of(group)}/end/{rank}"
-
-
-def _found(store: dist.Store, key: str) -> Any:
-    # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
-    return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def _found_of_another(store: dist.Store, order: Order, topic: str) -> Any:
-    """Return a message of another rank in this epoch; None if there is none, or an older one, or this rank's own."""
-    told = _found(store, f"{_of(order.group)}/{topic}")
-    return told if told is not None and told["rank"] != dist.get_rank() and told["epoch"] == order.epoch else None
-
-
-def conclude_once(store: dist.Store, key: str, verdict: dict[str, Any]) -> None:
-    """Write a verdict unless there is one already."""
-    store.compare_set(key, "", json.dumps(verdict))
-
-
-def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
-    """Publish a rank's message under a key that holds one message, that of the rank that has begun least."""
-    there = _found(store, key)
-    if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
-        store.set(key, json.dumps(mine))
-
-
-def _text(ask: dict[str, Any], here: str) -> str:
-    return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits "
-        f"for the others to do the same; {here}."
-    )
-
-
-def _text_of_end(failed: dict[str, Any]) -> str:
-    return f"Rank {failed['rank']} {failed['how']} ({failed['progress']}; its last: {failed['after']}{_at(failed)})"
-
-
-def _text_of_failure(failed: dict[str, Any], here: str) -> str:
-    return f"{_text_of_end(failed)}, and will not start what other ranks wait for; {here}."
-
-
-def _text_of_rest(rest: dict[str, Any], here: str) -> str:
-    return (
-        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, "
-        f"over process group {rest['group']}{_at(rest)}; {here}."
-    )
-
-
-def _steps(told: dict[str, Any], mine: int) -> str:
-    if told["steps"] == mine:
-        return ""
-    return (
-        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {mine}: they hold rows of "
-        "different weights now. Load a checkpoint after the reset."
-    )
-
-
-def _at(told: dict[str, Any]) -> str:
-    return f", at {told['line']}" if told["line"] else ""
 
 
 watchdog = Watchdog()

@@ -1,0 +1,1 @@
+"""Schedules as text, which passes write and the runtime reads."""

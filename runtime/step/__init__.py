@@ -1,0 +1,1 @@
+"""The running step: when gradients are reduced, which graph runs, and checks before the optimizer."""

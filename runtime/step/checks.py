@@ -23,7 +23,8 @@ from ..memory.bucket import Bucket
 from ..memory.redistribute import as_real
 from ..memory.tensor import UnreducedGradient
 from ..program_lines import warn
-from ..ranks.agreement import everyones, value_digest
+from ..ranks.agreement import everyones
+from ..ranks.digests import value_digest
 
 __all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
 

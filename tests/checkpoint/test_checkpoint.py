@@ -40,7 +40,7 @@ from torch.testing import assert_close
 import mfsdp_compile.checkpoint.folder as folder_module
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_optimizer_state_dict, full_state_dict, load
-from mfsdp_compile.checkpoint.dcp_reader import read_metadata
+from mfsdp_compile.checkpoint.dcp_metadata import load_metadata
 from mfsdp_compile.checkpoint.manifest import read_manifest
 from mfsdp_compile.checkpoint.saving import PublishingWriter
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
@@ -358,7 +358,7 @@ def test_a_compiled_model() -> None:
     call = torch.compile(model, backend="mfsdp", options={"inner": parity.AOT_EAGER})
     train(call, optimizer, range(1))
     path = Checkpoints(root).save(1, call, optimizer)
-    assert "model.module.enter.weight" in read_metadata(path).state_dict_metadata
+    assert "model.module.enter.weight" in load_metadata(path / ".metadata").state_dict_metadata
     other, its_optimizer = make(seed=3)
     its_call = torch.compile(other, backend="mfsdp", options={"inner": parity.AOT_EAGER})
     Checkpoints(root).load(its_call, its_optimizer)
@@ -694,7 +694,11 @@ def test_what_is_not_sharded_is_the_first_ranks() -> None:
     load(path, other, its_optimizer)
     assert all(buffer.eq(5).all() for buffer in other.buffers())
     # Only the first rank's file has them.
-    files = {info.relative_path for index, info in read_metadata(path).storage_data.items() if "norm.r" in index.fqn}
+    files = {
+        info.relative_path
+        for index, info in load_metadata(path / ".metadata").storage_data.items()
+        if "norm.r" in index.fqn
+    }
     assert files == {"__0_0.distcp"}
 
 

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from megatron_files import RanksWriter
 from torch import Tensor
 
+from mfsdp_compile.checkpoint.archives import Foreign, dump_object, load_object
+from mfsdp_compile.checkpoint.dcp_metadata import load_metadata
 from mfsdp_compile.checkpoint.dcp_reader import (
     CheckpointError,
     CheckpointReader,
@@ -29,9 +31,7 @@ from mfsdp_compile.checkpoint.dcp_reader import (
     SafeLoadPlanner,
     SafeReader,
     new_output,
-    read_metadata,
 )
-from mfsdp_compile.checkpoint.pickles import Foreign, dump_object, load_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -184,7 +184,7 @@ def test_checkpoint_of_a_stranger_runs_nothing(tmp_path: Path, where: str) -> No
             dcp.load({"v": 0}, storage_reader=SafeReader(tmp_path / "in"), planner=SafeLoadPlanner(), no_dist=True)
     else:
         with pytest.raises(CheckpointError, match=r"\.metadata asks for the class .*intrude"):
-            read_metadata(tmp_path / "in")
+            load_metadata(tmp_path / "in" / ".metadata")
         with pytest.raises(dcp.api.CheckpointException):  # torch 2.11 gives no details
             dcp.load({"v": 0}, storage_reader=SafeReader(tmp_path / "in"), planner=SafeLoadPlanner(), no_dist=True)
     assert not RAN
@@ -200,7 +200,7 @@ def test_metadata_admits_no_functions(tmp_path: Path, call: Any) -> None:
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Calls()))
     with pytest.raises(CheckpointError, match="asks for the class"):
-        read_metadata(tmp_path)
+        load_metadata(tmp_path / ".metadata")
 
 
 def test_metadata_cannot_change_classes(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_metadata_cannot_change_classes(tmp_path: Path) -> None:
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + name + b"(N}X\x01\x00\x00\x00xK\x01st\x62.")
     with pytest.raises(CheckpointError, match="damaged"):
-        read_metadata(tmp_path)
+        load_metadata(tmp_path / ".metadata")
     assert not hasattr(dcp.metadata.Metadata, "x")
 
 
@@ -220,7 +220,7 @@ def test_metadata_leads_nowhere_else(tmp_path: Path, path: str) -> None:
         info.relative_path = path
     writer.close()
     with pytest.raises(CheckpointError, match="is outside the folder"):
-        read_metadata(tmp_path / "in")
+        load_metadata(tmp_path / "in" / ".metadata")
 
 
 def test_plans_in_metadata_are_not_read(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(phase: str) -> None:
         "read": (CheckpointReader, "check_stored"),
         "memory": (loading_module, "check_generators"),
         "optimizer": (type(optimizer), "load_state_dict"),
-        "install": (loading_module._LoadPlan, "load_rest"),
+        "install": (loading_module.LoadPlan, "load_rest"),
     }
     if dist.get_rank() == 1 and phase in places:
         patch.setattr(*places[phase], fails)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron_files import RanksWriter
 
+from mfsdp_compile.checkpoint.archives import load_object
+from mfsdp_compile.checkpoint.dcp_metadata import load_metadata
 from mfsdp_compile.checkpoint.dcp_reader import (
     CheckpointError,
     CheckpointReader,
@@ -28,7 +30,6 @@ from mfsdp_compile.checkpoint.dcp_reader import (
     new_output,
 )
 from mfsdp_compile.checkpoint.manifest import BLOCK_BYTES, Manifest, damaged_files, hash_file, read_manifest, seal
-from mfsdp_compile.checkpoint.pickles import load_metadata, load_object
 from mfsdp_compile.convert import huggingface, inspect_checkpoint
 from mfsdp_compile.convert.param_groups import read_map
 from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
@@ -37,7 +38,7 @@ from mfsdp_compile.examples import job_config
 from mfsdp_compile.examples.torchtitan_style import optimizer_class
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.planning.workloads import _hugging_face
-from mfsdp_compile.runtime.ranks.agreement import value_digest
+from mfsdp_compile.runtime.ranks.digests import value_digest
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, parse_json, read_json
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, api, distributed_index, fully_shard_model
-from mfsdp_compile.api import build_topology
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, distributed_index, fully_shard_model, sharding
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import distributed
 from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.plan.meshes import build_topology
 
 __all__ = ["compiled_with", "fake_ranks", "forget_groups", "modules_are_seen", "on_fake_device", "phase_of", "shard"]
 
@@ -84,7 +84,7 @@ def shard(model: nn.Module, units: list[type], setting: Setting, device: str) ->
     }
     offload = _OFFLOADS[setting.offloads]
     with (
-        mock.patch.object(api, "build_topology", _build_topology),
+        mock.patch.object(sharding, "build_topology", _build_topology),
         mock.patch.object(distributed_index, "build_topology", _build_topology),
     ):
         sharded = fully_shard_model(

@@ -16,11 +16,12 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
-from mfsdp_compile.backend.options import _OTHERS, CompileOptions
-from mfsdp_compile.fsdp2 import _REFUSED
+from mfsdp_compile.backend.options import CompileOptions
+from mfsdp_compile.fsdp2.module import REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
-from mfsdp_compile.passes.context import SchedulePolicy
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
+from mfsdp_compile.sharding_arguments import Arguments
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -99,12 +100,20 @@ def test_every_argument_of_ours() -> None:
     assert sorted(rows("moving/megatron_fsdp.md", "fully_shard_model")) == sorted(parameters(fully_shard_model))
 
 
+def test_arguments_as_an_object_have_the_same_defaults_and_types() -> None:
+    """:class:`Arguments` repeats the signature of ``fully_shard_model``, and checks values by its annotations."""
+    signature = inspect.signature(fully_shard_model).parameters
+    given = {name: (of.annotation, of.default) for name, of in signature.items() if name != "module"}
+    fields = dataclasses.fields(Arguments)
+    assert given == {of.name: (of.type, getattr(Arguments(), of.name)) for of in fields}
+
+
 def test_keys_of_deepspeed() -> None:
     """The last column says what the code does with a key."""
-    assert list(ZERO_KEYS) == DEEPSPEED
+    assert sorted(ZERO_KEYS) == sorted(DEEPSPEED)
     for table, keys in (("deepspeed", ZERO_KEYS), ("deepspeed file", KEYS)):
         told = {name: words.rpartition(" | ")[2] for name, words in rows("moving/deepspeed.md", table).items()}
-        assert list(told.items()) == [(name, key.kind) for name, key in keys.items()]
+        assert told == {name: key.kind for name, key in keys.items()}
 
 
 def test_members_of_megatron_fsdp() -> None:
@@ -130,7 +139,7 @@ def test_methods_of_fsdp2_that_are_refused() -> None:
         name: re.sub(r"^after torch [\d.]+: ", "", words)
         for name, words in rows("moving/fsdp2.md", "torch FSDPModule").items()
     }
-    assert {name for name, words in told.items() if words.startswith("refused")} == set(_REFUSED)
+    assert {name for name, words in told.items() if words.startswith("refused")} == set(REFUSED)
     assert not told.keys() - vars(fsdp2.FSDPModule).keys()
 
 
@@ -138,7 +147,7 @@ def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MFSDP_VERIFY", raising=False)
     told = rows("options.md", "options", marker="table")
     policy = {field.name: field.default for field in dataclasses.fields(SchedulePolicy)}
-    assert set(told) == _OTHERS | policy.keys()
+    assert set(told) == CompileOptions.names()
     options = CompileOptions.of(None, None)
     defaults = policy | {name: getattr(options, name) for name in ("inner", "report", "float32_gradients", "verify")}
     for name, default in defaults.items():

@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.fsdp2.first_use import pending
+from mfsdp_compile.fsdp2.module import REFUSED
 from mfsdp_compile.runtime import compat
 
 APIS = (fsdp, fsdp2)
@@ -649,7 +651,7 @@ def test_not_used_yet() -> None:
     assert not isinstance(pair[:1], fsdp2.FSDPModule)
     del pair
     gc.collect()
-    assert not fsdp2._pending
+    assert not pending
 
 
 @on_ranks(2, timeout=60)
@@ -703,7 +705,7 @@ def test_methods_that_are_refused() -> None:
     model = by_block(fsdp2)
     public = {name for name in dir(fsdp.FSDPModule) if not name.startswith("_")}
     assert public <= set(dir(fsdp2.FSDPModule)), "no method of torch's is unknown here"
-    for name in sorted(fsdp2._REFUSED):
+    for name in sorted(REFUSED):
         with pytest.raises(NotImplementedError, match=f"{name} is not implemented: "):
             getattr(model, name)()
     model.set_reduce_scatter_max_input_buffers(3)

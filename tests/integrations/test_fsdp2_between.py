@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile.fsdp2.request import owners
 from mfsdp_compile.runtime import compat
 
 WIDTH = 7
@@ -84,7 +85,7 @@ def test_used_between_calls() -> None:
     model(mine(4, WIDTH)).square().sum().backward()
     optimizer.step()
     assert not any(torch.equal(param.full_tensor(), was) for param, was in zip(held, before, strict=True))
-    assert len(fsdp2._owners(model)) == 1
+    assert len(owners(model)) == 1
 
 
 @pytest.mark.long
@@ -427,7 +428,7 @@ def test_compiled_before_between_and_after(backend: str) -> None:
                 assert torch.equal(one, other), how
             else:
                 torch.testing.assert_close(one, other, msg=str(how))
-        (owner,) = fsdp2._owners(model)
+        (owner,) = owners(model)
         assert owner.compiled_graphs, how
         torch.compiler.reset()
     model = by_each(made())

@@ -724,7 +724,7 @@ def test_flags(row: FlagRow) -> None:
 
 
 def test_every_flag_has_a_row() -> None:
-    flags = {setting_of(of).flag.name for cls in SECTIONS.values() for of in fields(cls) if setting_of(of).flag}
+    flags = {setting_of(of).flag for cls in SECTIONS.values() for of in fields(cls) if setting_of(of).flag}
     elsewhere = {  # rejected, see test_refused_flags
         "--use-torch-fsdp2",
         "--use-tp-pp-dp-mapping",
@@ -841,8 +841,8 @@ def test_table_of_settings() -> None:
             setting, default = setting_of(of), of.default
             here = {Treatment.REFUSED: "raises NotImplementedError: ", Treatment.IDLE: "no effect: "}.get(
                 setting.kind, ""
-            ) + setting.here
-            flag = f"`{setting.flag.name}`" if setting.flag is not None else ""
+            ) + setting.meaning
+            flag = f"`{setting.flag}`" if setting.flag is not None else ""
             rows.append((f"`{section}.{name}`", flag, f"`{default!r}`", here))
     check_table(DOCS / "megatron.md", "settings", ("setting", "flag", "default", "here"), rows)
 

@@ -23,9 +23,10 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.moe import Experts, MoeBlock, MoeConfig, MoeLlama, divide_experts, parallelize
+from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import resting_memory
-from mfsdp_compile.planning import Candidate, Job, planner
+from mfsdp_compile.planning import Candidate, Job
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_moe
@@ -364,7 +365,8 @@ def test_planned_memory_is_what_a_step_takes(degrees: Degrees, monkeypatch: pyte
     The other ranks are fake, and nothing but the step allocates. Fake collectives do not keep their inputs, which real
     ones do until they are awaited.
     """
-    monkeypatch.setattr(planner, "CostModel", functools.partial(planner.CostModel, holds_inputs=False))
+    without_inputs = functools.partial(CostModel, holds_inputs=False)
+    monkeypatch.setattr("mfsdp_compile.planning.on_ranks.CostModel", without_inputs)
     work = Workload(
         "moe",
         lambda: MoeLlama(PLANNED),

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Block
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.checkpoint import Checkpoints, load
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import allocated, collectives

@@ -116,8 +116,8 @@ def refused(step: Callable[[], Any]) -> BaseException:
     """Return the error that a step raises on this rank. Dynamo wraps errors of compilation."""
     try:
         step()
-    except compat.backend_failed() as error:
-        return compat.inner_exception(error)
+    except compat.BackendCompilerFailed as error:
+        return error.inner_exception
     except (RuntimeError, ValueError) as error:
         return error
     raise AssertionError("no error")
@@ -412,7 +412,7 @@ def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
             hits, misses, again = start()
             assert (hits, misses) == (3, 0)
             assert again == first
-            policy = mfsdp_compile.passes.context.SchedulePolicy(prefetch=0)
+            policy = mfsdp_compile.passes.policy.SchedulePolicy(prefetch=0)
             late = {number: gather_by_policy(policy, 1) for number in range(5)}
             other = Decisions(gathers=dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE), late))
             hits, misses, others = start(other)

@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
-from mfsdp_compile.passes.solver.costs import (
-    CostModel,
-    Kernel,
-    Ring,
-    collective_seconds,
-    kernels,
-    tile_efficiency,
-    value_bytes,
-)
+from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds, tile_efficiency
 from mfsdp_compile.passes.solver.flow import Category, flow_of
+from mfsdp_compile.passes.solver.kernels import Kernel, kernels, value_bytes
 
 aten = torch.ops.aten
 US = 1e-6

@@ -60,7 +60,7 @@ def test_every_dump_runs_to_the_same_result(layers: int) -> None:
     folder = Path(tempfile.mkdtemp())
     os.environ["MFSDP_DEBUG_DIR"] = str(folder)
     given: dict[str, Any] = {}
-    exchange, inner = compile._Call.exchange, compile._compile_inner
+    exchange, inner = compile.GraphArguments.exchange, compile._compile_inner
 
     def watched_exchange(self: Any, args: Any) -> Any:
         given["dynamo"] = [
@@ -77,7 +77,7 @@ def test_every_dump_runs_to_the_same_result(layers: int) -> None:
 
         return run
 
-    compile._Call.exchange, compile._compile_inner = watched_exchange, watched_inner  # type: ignore[method-assign]
+    compile.GraphArguments.exchange, compile._compile_inner = watched_exchange, watched_inner  # type: ignore[method-assign]
     try:
         model = demo_model(layers)
         tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -86,7 +86,7 @@ def test_every_dump_runs_to_the_same_result(layers: int) -> None:
         with torch.no_grad():
             logits = model(tokens)
     finally:
-        compile._Call.exchange, compile._compile_inner = exchange, inner  # type: ignore[method-assign]
+        compile.GraphArguments.exchange, compile._compile_inner = exchange, inner  # type: ignore[method-assign]
         del os.environ["MFSDP_DEBUG_DIR"]
     (made,) = (folder / "graphs" / f"rank-{dist.get_rank()}").iterdir()
     names = sorted(path.stem for path in made.glob("*.py"))

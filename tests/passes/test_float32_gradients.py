@@ -20,11 +20,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.backend.compile import _check_float32_gradients
+from mfsdp_compile.backend.checks import check_float32_gradients
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import float32_gradients, pipeline, roles
-from mfsdp_compile.passes.context import BucketInfo, Context, Report, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context, Report
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 
@@ -299,25 +300,25 @@ def bucket(device: str = "cuda", compute: torch.dtype = BF16, comm: torch.dtype 
 
 def test_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    _check_float32_gradients([bucket(), bucket(compute=F32), bucket(comm=BF16, trains=False)])
+    check_float32_gradients([bucket(), bucket(compute=F32), bucket(comm=BF16, trains=False)])
     for wrong in (BF16, F16, torch.float64):
         with pytest.raises(
             ValueError, match=rf"'layers.0'.*reduces gradients in {wrong}.*grad_comm_dtype=torch.float32"
         ):
-            _check_float32_gradients([bucket(), bucket(comm=wrong)])
+            check_float32_gradients([bucket(), bucket(comm=wrong)])
     with pytest.raises(ValueError, match="device 'cpu'"):
-        _check_float32_gradients([bucket(device="cpu")])
+        check_float32_gradients([bucket(device="cpu")])
     before = torch.backends.cuda.matmul.allow_fp16_accumulation
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        _check_float32_gradients([bucket()])
+        check_float32_gradients([bucket()])
         with pytest.raises(ValueError, match="allow_fp16_accumulation"):
-            _check_float32_gradients([bucket(compute=F16)])
+            check_float32_gradients([bucket(compute=F16)])
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ValueError, match="a ROCm device"):
-        _check_float32_gradients([bucket()])
+        check_float32_gradients([bucket()])
 
 
 # -- traced graphs ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.backend.compile import _check_multiplies_fp8
+from mfsdp_compile.backend.fp8 import check_multiplies_fp8
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
@@ -509,16 +509,16 @@ def test_gpus_without_float8_are_refused() -> None:
         mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
         pytest.raises(ValueError, match=r"capability 8\.9 or newer\), but NVIDIA A100 has 8\.0"),
     ):
-        _check_multiplies_fp8(torch.device("cuda", 0), "rowwise")
+        check_multiplies_fp8(torch.device("cuda", 0), "rowwise")
 
 
 def test_torch_without_scales_of_rows_is_refused() -> None:
     cpu = torch.device("cpu")
     with mock.patch.object(compat, "multiplies_by_rows", return_value=False):
-        _check_multiplies_fp8(cpu, "tensorwise")
+        check_multiplies_fp8(cpu, "tensorwise")
         for scaling in ("rowwise", "auto"):
             with pytest.raises(ValueError, match=r"no products with scales of rows on CPUs\. Use 'tensorwise'"):
-                _check_multiplies_fp8(cpu, scaling)
+                check_multiplies_fp8(cpu, scaling)
 
 
 @needs_rows

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mfsdp_compile.cli import main
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware, known_hardware
 from mfsdp_compile.planning import calibration
-from mfsdp_compile.planning.calibration import Effort, Measured, Timing, calibrate, describe, fit_link
+from mfsdp_compile.planning.calibration import calibrate, describe, fit_link
+from mfsdp_compile.planning.measuring import Effort, Measured, Timing
 
 FOLDER = Path(__file__).parents[2] / "passes" / "solver" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}

@@ -14,8 +14,9 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.passes import drop_unread, pipeline, reduce, reshard, roles, schedule
-from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, SchedulePolicy, phase_of, role_of, set_phase
+from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, phase_of, role_of, set_phase
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract

@@ -25,14 +25,15 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, Why
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import grouped
+from mfsdp_compile.passes.solver.reasons import explained
 from mfsdp_compile.passes.solver.simulate import (
     Compute,
     OptimizerCost,
@@ -43,7 +44,7 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution, solve
 from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
@@ -641,8 +642,10 @@ def test_what_was_decided_comes_before_the_policy() -> None:
     plan = chain([bucket("a"), bucket("b")], [5e-6] * 2)
     ahead = Ahead(3, Why(Limit.NONE))
     decided = Decisions(gathers={Phase.FORWARD: {0: ahead}})
-    assert decided.gather(Phase.FORWARD, [0], 1, plan.context) is ahead
-    assert decided.gather(Phase.FORWARD, [1], 1, plan.context).units == plan.context.policy.prefetch != ahead.units
+    assert decided.gather(Phase.FORWARD, [0], 1, plan.context.policy) is ahead
+    assert (
+        decided.gather(Phase.FORWARD, [1], 1, plan.context.policy).units == plan.context.policy.prefetch != ahead.units
+    )
 
 
 @pytest.mark.long_unless("Tied-3-*")

@@ -13,9 +13,9 @@ from torch import nn
 
 from mfsdp_compile.cli import main
 from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.planning import calibrated, calibration
+from mfsdp_compile.planning import calibrated, calibration, measuring
 from mfsdp_compile.planning.calibrated import cache_folder, quick, shapes_of, shapes_of_workload
-from mfsdp_compile.planning.calibration import Measured, Shapes, Timing
+from mfsdp_compile.planning.measuring import Measured, Shapes, Timing
 
 MEASURED = Measured(
     device="a box",
@@ -92,16 +92,16 @@ def test_shapes_of_a_model() -> None:
 @pytest.mark.parametrize(("lost", "slowdown"), [(-0.1, 0.0), (0.0, 0.0), (0.5, 1.0), (0.75, 3.0), (2.0, 19.0)])
 def test_what_collectives_cost_computation(lost: float, slowdown: float) -> None:
     """While a collective of one second runs, computation that is slower by s does 1 / (1 + s) seconds of work."""
-    assert calibration.slowdown_of(lost) == pytest.approx(slowdown)
+    assert measuring.slowdown_of(lost) == pytest.approx(slowdown)
     assert 1 - 1 / (1 + slowdown) == pytest.approx(min(max(lost, 0.0), 0.95))
 
 
 def test_the_best_round_counts_unless_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = calibration._OperationTimer(torch.device("cpu"), EFFORT)
+    clock = measuring._OperationTimer(torch.device("cpu"), EFFORT)
     for shares, seconds in ((False, 0.25), (True, 0.5)):
         rounds = iter([1.0, 0.5, 0.25, 0.75])  # the first one says how often to call
-        monkeypatch.setattr(calibration._OperationTimer, "once", lambda *_, rounds=rounds: next(rounds))
-        monkeypatch.setattr(calibration, "_shares_cores", lambda shares=shares: shares)
+        monkeypatch.setattr(measuring._OperationTimer, "once", lambda *_, rounds=rounds: next(rounds))
+        monkeypatch.setattr(measuring, "_shares_cores", lambda shares=shares: shares)
         assert clock.seconds(lambda: None) == seconds
 
 
@@ -109,8 +109,8 @@ def test_memory_is_measured_on_pages_of_its_own(monkeypatch: pytest.MonkeyPatch)
     """Untouched zeros are one page for all, which is read from the cache."""
     made = []
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: made.append(1))
-    clock = calibration._OperationTimer(torch.device("cpu"), dataclasses.replace(EFFORT, memory_bytes=4096, rounds=1))
-    assert all(rate > 0 for rate in calibration._memory(clock).values())
+    clock = measuring._OperationTimer(torch.device("cpu"), dataclasses.replace(EFFORT, memory_bytes=4096, rounds=1))
+    assert all(rate > 0 for rate in measuring._memory(clock).values())
     assert not made
 
 

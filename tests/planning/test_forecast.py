@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import OptimizerOffloadPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory

@@ -25,19 +25,21 @@ from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, StartCopy, Timeline, host_memory, resting_memory, simulate
-from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
+from mfsdp_compile.planning import Candidate, Job, Planned, plan, trace_model, workload
 from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
-from mfsdp_compile.planning.planner import Planned, best_size, planned, problem_of, sizes
+from mfsdp_compile.planning.on_ranks import problem_of
+from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.published import LEAST_RESERVED, MOST_RESERVED, TOKENS_OFF, TOKENS_OFF_MEDIAN
+from mfsdp_compile.planning.sizes import best_size, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
@@ -199,7 +201,7 @@ SAVED_ON_HOST = {"activation_offload": True, "batch": 16, "length": 128}  # valu
 )
 def test_few_layers_say_what_all_do(options: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     short = traced_llama(6, **options)
-    monkeypatch.setattr(trace_model, "_AROUND", ())
+    monkeypatch.setattr(trace_model, "AROUND", ())
     whole = trace(llama(6, **options), CPU, fused=True)
     assert (len(short.units), len(whole.units)) == (layers + 2, 6 + 2)
     for phase, outline in whole.outlines.items():

@@ -24,9 +24,9 @@ from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.planning import Candidate, Job, planner
+from mfsdp_compile.planning import Candidate, Job, Planned, on_ranks
 from mfsdp_compile.planning.one_f_one_b import begins, order
-from mfsdp_compile.planning.planner import Planned, planned, traced_stages
+from mfsdp_compile.planning.planner import planned, traced_stages
 from mfsdp_compile.planning.trace_model import Trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_llama
 from mfsdp_compile.runtime import compat
@@ -68,7 +68,7 @@ def nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Real process groups keep them until they are awaited.
     """
-    monkeypatch.setattr(planner, "CostModel", functools.partial(CostModel, holds_inputs=False))
+    monkeypatch.setattr(on_ranks, "CostModel", functools.partial(CostModel, holds_inputs=False))
 
 
 def at_rest(model: Any) -> int:

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from mfsdp_compile.metrics import StepRecord
-from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category, Collective
 from mfsdp_compile.passes.solver.hardware import hardware

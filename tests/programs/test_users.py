@@ -318,9 +318,9 @@ def test_compiled_blocks_that_gather_for_themselves_run_without_our_hooks() -> N
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     for block in model.module.blocks:
         block.compile(backend="mfsdp", options={"inner": "aot_eager", "prefetch": 0})
-    outer = model.sharded.eager.for_compiled_code
+    outer = model.sharded.eager.saved.for_compiled_code
     active = []
-    model.sharded.eager.for_compiled_code = lambda: _Watching(outer(), active)  # type: ignore[method-assign]
+    model.sharded.eager.saved.for_compiled_code = lambda: _Watching(outer(), active)  # type: ignore[method-assign]
     train_step(model)
     assert active
     assert not any(active)

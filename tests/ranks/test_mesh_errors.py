@@ -37,10 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import expected_gradients, wrong_gradients
-from mfsdp_compile.runtime.ranks import agreement
+from mfsdp_compile.runtime.ranks import agreement, rendezvous
 
 SOON = timedelta(seconds=0.3)
-"""Replaces :data:`agreement.LOOK`."""
+"""Replaces :data:`rendezvous.LOOK`."""
 BOUND = 30.0
 """Seconds within which all ranks must have the error of one of them. Without an error they would wait ten minutes."""
 
@@ -341,7 +341,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(culprit: int) -> None:
     for case, (right, wrong, message) in ONE.items():
         arguments = with_meshes(right | wrong if dist.get_rank() == culprit else right, made)
         model, begun = parity.build(zoo.Plain), time.monotonic()
-        with mock.patch.object(agreement, "LOOK", SOON):
+        with mock.patch.object(rendezvous, "LOOK", SOON):
             try:
                 fully_shard_model(model, fsdp_unit_modules=[zoo.Block], **arguments)
             except (RuntimeError, ValueError) as error:
@@ -365,14 +365,14 @@ def test_a_rank_that_was_refused_may_come_again() -> None:
         with raises_everywhere(ValueError, "no"), agreement.telling_others():
             raise ValueError("no")
 
-    with mock.patch.object(agreement, "LOOK", timedelta(seconds=1)):
+    with mock.patch.object(rendezvous, "LOOK", timedelta(seconds=1)):
         if dist.get_rank() == 0:
             refused()
             time.sleep(0.3)
         with agreement.telling_others():
             agreement.agree(group, "a test", lambda: lines, heeds_refusals=True)
     for _ in range(2):
-        with mock.patch.object(agreement, "LOOK", SOON):
+        with mock.patch.object(rendezvous, "LOOK", SOON):
             if dist.get_rank() == 0:
                 refused()
                 dist.barrier()
@@ -418,7 +418,7 @@ def test_replicas_that_differ_in_one_place() -> None:
 
     rank = dist.get_rank()
     message = "values of experts.weight"  # ranks 2 and 3 learn it from 0 and 1
-    with mock.patch.object(agreement, "LOOK", SOON), raises_everywhere(RuntimeError, "fully_shard_model", message):
+    with mock.patch.object(rendezvous, "LOOK", SOON), raises_everywhere(RuntimeError, "fully_shard_model", message):
         fully_shard_model(build(min(rank, 2)), **arguments)
     dist.barrier()
     fully_shard_model(build(rank // 2), **arguments)(torch.ones(2, 8)).backward()

@@ -20,7 +20,7 @@ from pool import on_ranks
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.ranks import agreement, store_tree
+from mfsdp_compile.runtime.ranks import agreement, rendezvous, store_tree
 from mfsdp_compile.runtime.ranks.store_tree import Branch, branch_of
 
 SOON = timedelta(seconds=20)
@@ -41,7 +41,7 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
             mock.patch.object(compat, "default_store", return_value=root),
             mock.patch.object(store_tree, "PART", 2),
             mock.patch.object(store_tree, "_branches", {}),
-            mock.patch.object(agreement, "SOON", timedelta(seconds=0.3)),
+            mock.patch.object(rendezvous, "SOON", timedelta(seconds=0.3)),
         ):
             function(**params)
             dist.barrier()
@@ -154,7 +154,7 @@ def test_a_rank_that_was_refused_before_it_kept_a_store() -> None:
     rank = dist.get_rank()
     wrong: dict[str, Any] = {"zero_dp_strategy": "everything"} if rank == 2 else {}
     with (
-        mock.patch.object(agreement, "LOOK", timedelta(seconds=0.5)),
+        mock.patch.object(rendezvous, "LOOK", timedelta(seconds=0.5)),
         pytest.raises((RuntimeError, ValueError)) as caught,
     ):
         fully_shard_model(parity.build(zoo.Plain), **wrong)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.checkpoint import host_copies
-from mfsdp_compile.planning import calibration
+from mfsdp_compile.planning import measuring
 from mfsdp_compile.runtime.capture.devices import CudaGraphs
 
 
@@ -100,7 +100,7 @@ def test_calibration_does_not_time_what_was_queued_before() -> None:
         def elapsed_time(self, end: Any) -> float:
             return 5.0
 
-    timer = calibration._OperationTimer(torch.device("cuda"), mock.Mock())
+    timer = measuring._OperationTimer(torch.device("cuda"), mock.Mock())
     with mock.patch("torch.cuda.Event", Event), mock.patch("torch.cuda.synchronize", calls.synchronize):
         assert timer.once(calls.run, 2) == 5e-3
     assert calls.names == ["synchronize", "record", "run", "run", "record", "wait"]
@@ -115,7 +115,7 @@ def test_ranks_of_a_machine_do_not_share_the_default_gpu(monkeypatch: pytest.Mon
         with mock.patch("torch.cuda.is_available", return_value=True), counted as count, current as index:
             with pytest.raises(ValueError, match=r"rank 1 is cuda:0.*LOCAL_RANK is 1.*torch\.cuda\.set_device"):
                 fully_shard_model(nn.Linear(4, 4, device="meta"), device="cuda", init_model_with_meta_device=True)
-            reached = mock.patch("mfsdp_compile.api.shard_model", side_effect=InterruptedError)
+            reached = mock.patch("mfsdp_compile.sharding.shard_model", side_effect=InterruptedError)
 
             def passes(device: str) -> None:
                 with reached, pytest.raises(InterruptedError):
@@ -139,7 +139,7 @@ def test_a_model_that_was_left_on_the_cpu(fake_world: int) -> None:
     def shard(**given: Any) -> None:
         fully_shard_model(nn.Linear(8, 8), fsdp_unit_modules=[nn.Linear], **given)
 
-    with mock.patch("mfsdp_compile.api.compat.device_types", return_value=["cuda", "cpu"]):
+    with mock.patch("mfsdp_compile.sharding.compat.device_types", return_value=["cuda", "cpu"]):
         with pytest.warns(UserWarning, match="The model is on the CPU and trains there") as told:
             shard()
         assert told[0].filename == __file__

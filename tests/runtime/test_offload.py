@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory

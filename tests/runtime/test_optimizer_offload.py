@@ -23,7 +23,7 @@ from mfsdp_compile import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory, resting_memory

@@ -1,7 +1,9 @@
-"""Starts the training on a Ray cluster: ``python -m mfsdp_compile.examples.cluster.ray_train --workers 16 --folder /shared/runs/a``.
+"""Starts the training on a Ray cluster:
 
-Arguments that this program does not have go to :mod:`.train`. After a failure, Ray starts all workers again, and they go on from
-the last checkpoint.
+    python -m mfsdp_compile.examples.cluster.ray_train --workers 16 --folder /shared/runs/a
+
+Arguments that this program does not have go to :mod:`.train`. After a failure, Ray starts all workers again, and they
+go on from the last checkpoint.
 """
 
 from __future__ import annotations

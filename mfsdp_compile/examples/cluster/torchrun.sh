@@ -12,7 +12,8 @@
 # ADDRESS    of this node, if others do not reach it by its host name
 # RDZV_CONF  more settings of the rendezvous, such as last_call_timeout=10
 set -eu
-# Ranks that are started again must not find the addresses of those before them, which torchrun's shared store keeps (torch 2.11 to 2.15).
+# Ranks that are started again must not find the addresses of those before them, which torchrun's shared store keeps
+# (torch 2.11 to 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
     --nnodes "${NODES:-1}" \

@@ -5,9 +5,9 @@
 Every launcher that sets torchrun's variables starts it: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
 ``MASTER_ADDR``, ``MASTER_PORT``. All nodes must see the same ``--folder``.
 
-``--batch`` is the batch of the whole job, and data depend on the step alone: on another number of ranks, a step computes the
-same gradient, except for rounding. On SIGTERM or SIGUSR1 to any rank, all save after the current step and exit with 143: a
-launcher then knows that training is not finished.
+``--batch`` is the batch of the whole job, and data depend on the step alone: on another number of ranks, a step
+computes the same gradient, except for rounding. On SIGTERM or SIGUSR1 to any rank, all save after the current step and
+exit with 143: a launcher then knows that training is not finished.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def main(words: Sequence[str] | None = None) -> int:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            told = torch.stack([loss.detach(), loss.new_tensor(float(stop.asked))])
-            dist.all_reduce(told)  # ranks get signals at different times, and must end after the same step
-            mean, stopping = told[0].item() / ranks, told[1].item() > 0
+            shared = torch.stack([loss.detach(), loss.new_tensor(float(stop.requested))])
+            dist.all_reduce(shared)  # ranks get signals at different times, and must end after the same step
+            mean, stopping = shared[0].item() / ranks, shared[1].item() > 0
             if rank == 0:
                 print(f"step {step}: loss {mean:.6f}, {ranks} ranks", flush=True)
             if stopping and step < given.steps:
@@ -112,8 +112,8 @@ def sharding(how: str, kind: str, ranks: int) -> dict[str, Any]:
     """Return arguments of ``fully_shard_model``.
 
     Args:
-        how: ``"fsdp"``: over all ranks. ``"hsdp"``: over those of a node, with a copy in each node. ``"hfsdp"``: the same,
-            with optimizer state over all.
+        how: ``"fsdp"``: over all ranks. ``"hsdp"``: over those of a node, with a copy in each node. ``"hfsdp"``: the
+            same, with optimizer state over all.
         kind: Type of device.
     """
     in_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -129,13 +129,13 @@ class Stop:
     """Whether a signal has asked this process to end: SIGTERM from torchrun and Kubernetes, SIGUSR1 from Slurm."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         if threading.current_thread() is threading.main_thread():  # Ray Train runs workers in other threads
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
 
 
 if __name__ == "__main__":

@@ -99,13 +99,13 @@ class Loader(SourceFileLoader):
 
     def exec_module(self, module: Any) -> None:
         super().exec_module(module)
-        if module.__name__ == "mfsdp_compile.planning.calibration":
+        if module.__name__ == "mfsdp_compile.planning.measuring":
             module.ON_CUDA = _little(module)
 
 
-def _little(calibration: Any) -> Any:
+def _little(measuring: Any) -> Any:
     """Return what calibration measures here: everything, once and small."""
-    return calibration.Effort(
+    return measuring.Effort(
         matmul=((64, 64, 64), (128, 64, 64), (128, 128, 128)),
         matmul_seconds=0.1,
         attention=(1, 2, 64, 16),

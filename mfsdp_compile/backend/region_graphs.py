@@ -14,28 +14,24 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
-from mfsdp_compile.passes.context import Context, SchedulePolicy, phase_of, set_phase
+from mfsdp_compile.passes.context import Context, phase_of, set_phase
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.regions import RegionBody
-from mfsdp_compile.passes.solver.costs import is_alias
+from mfsdp_compile.passes.solver.kernels import base, is_alias
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Source
 
-__all__ = ["region_context", "trace"]
+__all__ = ["trace"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def region_context(body: RegionBody, float32_gradients: bool = False) -> Context:
-    """Return the context of a region's graphs."""
-    return Context(body.buckets, SchedulePolicy(), whole_model=False, float32_gradients=float32_gradients)
-
-
-def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: Sequence[Any]) -> RegionGraphs:
+def trace(body: RegionBody, float32_gradients: bool, fused: bool, name: str, operands: Sequence[Any]) -> RegionGraphs:
     """Make the graphs of a region.
 
     Args:
-        context: Context of the region's graphs.
+        float32_gradients: Whether matmuls write gradients in float32 where possible.
         fused: Whether Inductor compiles them.
         name: Name of the graphs.
         operands: Tensors like those that it will be called with.
@@ -43,6 +39,7 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     Raises:
         NotARegion: The body cannot be traced apart.
     """
+    context = Context(body.buckets, SchedulePolicy(), whole_model=False, float32_gradients=float32_gradients)
     outputs = len(body.differentiable)
     try:
         joint, differentiates = compat.trace_joint(body.module, operands, fused)
@@ -52,13 +49,13 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
         if node.target is _WAIT and node.args[0].op == "placeholder":  # buckets are awaited outside
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
-    if any(_root(value).op == "placeholder" for value in list(joint.graph.output_node().args[0])[:outputs]):
+    if any(base(value).op == "placeholder" for value in list(joint.graph.output_node().args[0])[:outputs]):
         raise NotARegion(body.name, "it returns a tensor that it was given, or a view of one")
     if not differentiates:
         forward = _finished(joint, f"{name}_inference", Phase.INFERENCE, context)
         takes = _drop_unused(forward)
         _note_wholes(forward, body, takes)
-        _promise(forward, context, outputs)
+        _note_contract(forward, context, outputs)
         return RegionGraphs(forward, takes, outputs)
     if fused:
         joint = compat.inductor_joint_passes(joint)
@@ -68,15 +65,15 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     forward, backward = compat.min_cut_partition(joint, (), distinct=roles.DISTINCT, num_fwd_outputs=outputs)
     if len(forward.graph.find_nodes(op="placeholder")) != len(operands):
         raise NotARegion(body.name, "torch passes the state of random numbers to it")  # CUDA, with checkpoints
-    needs, gradients = _sew(forward.graph, backward.graph, body)
+    needs, gradients = _connect(forward.graph, backward.graph, body)
     forward = _finished(forward, f"{name}_forward", Phase.FORWARD, context)
     backward = _finished(backward, f"{name}_backward", Phase.BACKWARD, context)
     takes = _drop_unused(forward)
     _note_wholes(forward, body, takes)
     _note_wholes(backward, body, [s.number if s.kind == "operand" else None for s in needs])
     backward.meta["mfsdp_packs"] = {g.output: g.operand // 2 for g in gradients if g.operand < 2 * len(body.buckets)}
-    _promise(forward, context, outputs)
-    _promise(backward, context, 0)
+    _note_contract(forward, context, outputs)
+    _note_contract(backward, context, 0)
     constant = tuple(i for i, differentiable in enumerate(body.differentiable) if not differentiable)
     return RegionGraphs(forward, takes, outputs, backward, needs, gradients, constant)
 
@@ -93,7 +90,7 @@ def _finished(gm: fx.GraphModule, name: str, phase: Phase, context: Context) -> 
     return gm
 
 
-def _promise(gm: fx.GraphModule, context: Context, outputs: int) -> None:
+def _note_contract(gm: fx.GraphModule, context: Context, outputs: int) -> None:
     roles.assign(gm.graph)
     pipeline.note_contract(gm.graph, context, phase_of(gm.graph), outputs)
 
@@ -111,7 +108,7 @@ def _drop_unused(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _note_wholes(gm: fx.GraphModule, body: RegionBody, takes: Sequence[int | None]) -> None:
-    """Note which arguments of a call are whole buckets and scales. The graph and its name are the first two arguments."""
+    """Note which arguments of a call are whole buckets and scales. The first two are the graph and its name."""
     wholes = {2 * number + 1: number for number in range(len(body.buckets))}
     gm.meta["mfsdp_wholes"] = {wholes[t]: i for i, t in enumerate(takes, 2) if t in wholes}
     quantized = [number for number, info in enumerate(body.buckets) if info.exchange.stays_quantized]
@@ -119,7 +116,9 @@ def _note_wholes(gm: fx.GraphModule, body: RegionBody, takes: Sequence[int | Non
     gm.meta["mfsdp_scales"] = {scales[t]: i for i, t in enumerate(takes, 2) if t in scales}
 
 
-def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple[Source, ...], tuple[Gradient, ...]]:
+def _connect(
+    forward: fx.Graph, backward: fx.Graph, body: RegionBody
+) -> tuple[tuple[Source, ...], tuple[Gradient, ...]]:
     """Bring the border between forward and backward into a form that calls can use.
 
     Outputs of a call must not share memory, or Inductor would reuse it too early. A saved view is therefore saved as
@@ -134,7 +133,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     results, saved = returned[:number], returned[number:]
     for i, result in enumerate(results):
         value: Tensor = result.meta["val"]
-        shares = any(_root(result) is _root(other) for other in [*results[:i], *saved] if other is not result)
+        shares = any(base(result) is base(other) for other in [*results[:i], *saved] if other is not result)
         if result in results[:i] or shares or value.storage_offset():
             results[i] = _copied(result, output)
     operands = list(forward.find_nodes(op="placeholder"))
@@ -153,7 +152,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
         node = next(waiting, None)
         if node is None or node.meta["val"].shape != placeholder.meta["val"].shape:
             raise NotARegion(body.name, f"torch adds an input to its backward ({placeholder.name})")
-        chain, root = _views(node), _root(node)
+        chain, root = _views(node), base(node)
         if root not in again:
             if chain:
                 with backward.inserting_before(placeholder):
@@ -173,10 +172,10 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     if next(tangents, None) is not None or next(waiting, None) is not None:
         raise NotARegion(body.name, "its outputs and their gradients do not match")
     output.args = (tuple(outputs),)
-    return tuple(needs), _sew_gradients(backward, needs)
+    return tuple(needs), _connect_gradients(backward, needs)
 
 
-def _sew_gradients(backward: fx.Graph, needs: Sequence[Source]) -> tuple[Gradient, ...]:
+def _connect_gradients(backward: fx.Graph, needs: Sequence[Source]) -> tuple[Gradient, ...]:
     """Let a backward return each gradient in memory of its own, and no gradient that it was given.
 
     An addition, for example, has the same gradient for both terms, and it may be that of the region's own output.
@@ -193,7 +192,7 @@ def _sew_gradients(backward: fx.Graph, needs: Sequence[Source]) -> tuple[Gradien
             gradients.append(Gradient(operand, tangent=inputs[gradient]))
             continue
         if gradient not in returned:
-            root = _root(gradient)
+            root = base(gradient)
             if root in roots or root in inputs or gradient.meta["val"].storage_offset():
                 gradient = _copied(gradient, output)
                 root = gradient
@@ -217,11 +216,6 @@ def _views(node: fx.Node) -> list[fx.Node]:
         chain.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     return chain
-
-
-def _root(node: fx.Node) -> fx.Node:
-    chain = _views(node)
-    return chain[0].args[0] if chain else node  # type: ignore[return-value]
 
 
 def _take_views(chain: Sequence[fx.Node], again: dict[fx.Node, fx.Node], placeholder: fx.Node) -> None:

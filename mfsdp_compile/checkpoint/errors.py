@@ -1,4 +1,4 @@
-"""Clear errors for full disks. Torch reports a failed write as an unexpected position in an archive."""
+"""The error of everything about checkpoints, and others' errors in its words: of full disks, of torch, of archives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,38 @@ import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from .pickles import CheckpointError
+from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["explaining_full_disks"]
+__all__ = ["CheckpointError", "as_causes", "as_checkpoint_error", "explaining_full_disks", "raise_damaged"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged, not what was asked for, or holds something that is not safe to load."""
+
+
+def raise_damaged(where: Path | str, error: Exception | str) -> NoReturn:
+    """Raise the error that a file is damaged, as ``error`` says."""
+    what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    raise CheckpointError(
+        f"{where} is damaged or cut short ({what}). Copy the checkpoint again, or use an earlier one."
+    ) from (error if isinstance(error, Exception) else None)
+
+
+def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
+    """Turn torch's exception into a CheckpointError with the errors of the failed ranks.
+
+    ``except Exception`` does not catch torch's own exception.
+    """
+    ranks = ", ".join(map(str, sorted(error.failures)[:8]))
+    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(as_causes(error))}")
+
+
+def as_causes(error: CheckpointException) -> list[str]:
+    """Return what failed, on whichever rank. Without communication, torch calls every rank 0."""
+    return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
+
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -22,6 +50,8 @@ _FULL = {
 @contextlib.contextmanager
 def explaining_full_disks(directory: Path, needed: int) -> Iterator[None]:
     """Replace an error inside that a full disk has caused, directly or indirectly, with one that says so.
+
+    Torch reports a failed write as an unexpected position in an archive.
 
     Args:
         directory: Directory that is written to.

@@ -1,0 +1,90 @@
+"""The passes' descriptions of buckets, made from their plans and topologies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mfsdp_compile.passes.context import BucketInfo
+from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
+from mfsdp_compile.runtime.geometry.topology import Topology
+
+__all__ = ["bucket_info", "region_info", "served_info"]
+
+
+def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
+    """Return the passes' description of a bucket.
+
+    Args:
+        portions: Number of ranks that backwards gather over, for all buckets; 0: as the plan says. If there is no group
+            of that size: the ranks that forwards gather over.
+    """
+    portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
+    gathers, resident = topology.gather_group, topology.resident_group
+    resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
+    return BucketInfo(
+        name=plan.name,
+        unit=plan.unit,
+        layout=plan.layout,
+        exchange=plan.exchange(topology),
+        gathered_bytes=plan.gathered_bytes,
+        trainable=plan.requires_grad,
+        has_resident=resident is not None,
+        main_dtype=plan.main_dtype,
+        gather_stride=gathers.stride if gathers is not None else 1,
+        reduce_strides=tuple(stage.group.stride for stage in topology.stages),
+        resident_bytes=resident_numel * plan.held_dtype.itemsize,
+        resident_size=resident.size if resident is not None else 1,
+        resident_stride=resident.stride if resident is not None else 1,
+        portion_size=portion.size if portion is not None else 0,
+        portion_group=portion.name if portion is not None else "",
+        releases_resident=topology.releases_resident,
+        grad_dtype=plan.grad_dtype,
+        stays=None if reshard is None or topology.accumulation.forwards_overlap else reshard is False,
+    )
+
+
+def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
+    """Return the passes' description of a bucket that the eager path gathers and reduces.
+
+    To the passes it is whole at all times and on one rank. What stands for its shard is a tensor without memory that
+    takes the packed gradient.
+    """
+    exchange = plan.exchange(topology)
+    alone = exchange._replace(
+        gather_size=1,
+        gather_group="",
+        scaling=exchange.scaling if exchange.stays_quantized else "",
+        scale=exchange.scale if exchange.scales_first else 1.0,
+        collectives=[],
+        when=[],
+        group_sizes=[],
+        groups=[],
+        inspected=False,
+        offload="",
+        pins=False,
+        keeps_copy=False,
+    )
+    return BucketInfo(
+        name=plan.name,
+        unit=plan.unit,
+        layout=replace(plan.layout, world_size=1, shard_numel=plan.layout.numel),
+        exchange=alone,
+        gathered_bytes=plan.gathered_bytes,
+        trainable=plan.requires_grad,
+        has_resident=True,
+        main_dtype=plan.comm_dtype,
+        grad_dtype=plan.grad_dtype,
+    )
+
+
+def region_info(plan: BucketPlan, topology: Topology, info: BucketInfo) -> BucketInfo:
+    """Return the description of a bucket that a region reads: it stays in float8 if the graph around it decided so.
+
+    Args:
+        info: Description of the bucket in the graph around the region.
+    """
+    served = replace(served_info(plan, topology), has_resident=False)
+    if not info.exchange.stays_quantized:
+        return served
+    exchange = served.exchange._replace(scaling=info.exchange.scaling, form=info.exchange.form)
+    return replace(served, exchange=exchange, gathered_bytes=info.gathered_bytes)

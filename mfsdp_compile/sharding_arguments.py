@@ -1,0 +1,211 @@
+"""The arguments of ``fully_shard_model`` as one object, with checks of their types and of what contradicts what."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.init.meta import InitFn, Initializer
+from mfsdp_compile.runtime.memory.allocation import Allocate
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.plan.communicators import Communication
+from mfsdp_compile.runtime.plan.experts import IsExpert
+from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
+from mfsdp_compile.runtime.plan.units import UnitModules
+
+__all__ = ["Arguments", "check_flag"]
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of :func:`~mfsdp_compile.fully_shard_model`, which describes them, except for the model.
+
+    Annotations of flags and whole numbers are what :meth:`check` tests values against.
+    """
+
+    device_mesh: DeviceMesh | None = None
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
+    fsdp_unit_modules: UnitModules = None
+    zero_dp_strategy: ShardingStrategy | str | int = 3
+    outer_dp_sharding_strategy: ShardingStrategy | str | int = 0
+    device: torch.device | str | None = None
+    init_model_with_meta_device: bool = False
+    mixed_precision_policy: PolicyArgument = field(default_factory=MixedPrecisionPolicy)
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    sync_model_each_microbatch: bool = True
+    preproc_state_dict_for_dcp_ckpt: bool = True
+    report_nan_in_param_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    disable_symmetric_registration: bool = False
+    enable_fine_grained_param_gather: bool = False
+    use_decoupled_grad: bool = False
+    cuda_graph_mode: bool = False
+    maxpool_double_buffer: bool = False
+    fsdp_manual_registration: bool = False
+    check_values: bool = True
+    preserve_fp32_weights: bool | None = None
+    grad_reduce_in_fp32: bool | None = None
+    whole_params: Callable[[str, nn.Parameter], bool] | None = None
+    optimizer_block_size: int = 1
+    bucket_bytes: int | None = None
+    unit_bytes: int | None = None
+    is_expert: IsExpert | None = None
+    init_fn: InitFn | Initializer | None = None
+    communication: Communication | Mapping[str, Any] | None = None
+    buffer_allocator: Allocate | None = None
+    ignored_params: Collection[nn.Parameter] = ()
+    reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None
+    offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None
+
+    def check(self) -> None:
+        """Reject values of the wrong type, which could count as true or fail halfway, and contradictions.
+
+        Raises:
+            TypeError, ValueError: See :func:`~mfsdp_compile.fully_shard_model`.
+        """
+        self._check_types()
+        self._check_together()
+
+    @property
+    def precision(self) -> Policies:
+        """The mixed-precision policies, with what the older names of their fields say."""
+        return Policies.of(self.mixed_precision_policy, "mixed_precision_policy").map(self._filled)
+
+    @property
+    def gradients(self) -> GradientPolicy:
+        scaling = Scaling.AVERAGE_IN_COLLECTIVE if self.average_in_collective else Scaling.SUM_THEN_SCALE
+        scaling = Scaling.SUM if self.calculate_per_token_loss else scaling
+        return GradientPolicy(scaling, self.use_decoupled_grad, self.report_nan_in_param_grad, self.cuda_graph_mode)
+
+    @property
+    def buffers(self) -> BufferPolicy:
+        return BufferPolicy(
+            self.fsdp_double_buffer or self.maxpool_double_buffer or self.nccl_ub or self.cuda_graph_mode,
+            self.maxpool_double_buffer,
+            self.fsdp_db_use_persist_buf_on_alloc_fail,
+        )
+
+    def _filled(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        default = MixedPrecisionPolicy()
+        for older, name in (
+            ("preserve_fp32_weights", "main_params_dtype"),
+            ("grad_reduce_in_fp32", "main_grads_dtype"),
+        ):
+            if (given := getattr(self, older)) is None:
+                continue
+            dtype, current = torch.float32 if given else None, getattr(policy, name)
+            if current not in (getattr(default, name), dtype):
+                raise ValueError(
+                    f"{older}={given} means {name}={dtype}, but mixed_precision_policy says {current}. Pass only one "
+                    "of them."
+                )
+            policy = replace(policy, **{name: dtype})  # type: ignore[arg-type]
+        return policy
+
+    def _check_types(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" or (each.type == "bool | None" and value is not None):
+                check_flag(each.name, value)
+            if each.type in ("int", "int | None") and (isinstance(value, bool) or not isinstance(value, int | None)):
+                raise TypeError(
+                    f"{each.name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}"
+                )
+        if self.whole_params is not None and not callable(self.whole_params):
+            raise TypeError(
+                f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(self.whole_params)}"
+            )
+        if self.buffer_allocator is not None and not callable(self.buffer_allocator):
+            raise TypeError(
+                "buffer_allocator takes a function (numel, dtype, device) -> tensor, got "
+                f"{reprlib.repr(self.buffer_allocator)}. Memory that is freed after each use, as by Megatron-FSDP's "
+                "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers "
+                "are used in turn, as by its rotary and fixed pools."
+            )
+        ignored = self.ignored_params
+        if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
+            raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
+        units = self.fsdp_unit_modules
+        if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
+            raise TypeError(
+                "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
+                f"got a {type(units).__name__}"
+            )
+
+    def _check_together(self) -> None:
+        if self.expt_device_mesh is None:
+            for name in ("hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "is_expert"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs expt_device_mesh, the mesh of the ranks that share experts.")
+        symmetric = self.nccl_ub and not self.disable_symmetric_registration
+        if self.calculate_per_token_loss and self.average_in_collective:
+            raise ValueError(
+                "calculate_per_token_loss sums gradients and average_in_collective averages them: pass only one of "
+                "them."
+            )
+        if symmetric and self.average_in_collective:
+            raise ValueError(
+                "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
+                "average_in_collective out, or pass disable_symmetric_registration=True."
+            )
+        if self.nccl_ub and "expandable_segments:true" in compat.allocator_settings().replace(" ", "").lower():
+            raise ValueError(
+                f"nccl_ub: PYTORCH_ALLOC_CONF has {compat.allocator_settings()!r}, and NCCL cannot register memory of "
+                "expandable segments. Leave expandable_segments out, or train without nccl_ub."
+            )
+        if self.buffer_allocator is not None and self.nccl_ub:
+            raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
+        if self.buffer_allocator is not None and not self.buffers.double:
+            raise ValueError(
+                "buffer_allocator allocates communication buffers, and this model has none: pass "
+                "fsdp_double_buffer=True or maxpool_double_buffer=True."
+            )
+        if Communication.of(self.communication).zero_cta and not symmetric:
+            raise ValueError(
+                "communication: zero_cta gathers from and into symmetric memory. Pass nccl_ub=True, and leave "
+                "disable_symmetric_registration out."
+            )
+        if self.enable_fine_grained_param_gather and self.unit_bytes is not None:
+            raise ValueError(
+                "enable_fine_grained_param_gather divides units into modules, and unit_bytes joins units: pass only "
+                "one of them."
+            )
+        if self.disable_bucketing and self.bucket_bytes is not None:
+            raise ValueError(
+                "disable_bucketing gives each parameter a bucket of its own, so there is nothing that bucket_bytes "
+                "could split: pass only one of them."
+            )
+        if self.init_fn is not None and not self.init_model_with_meta_device:
+            raise ValueError(
+                "init_fn needs init_model_with_meta_device=True: it initializes parameters on the meta device, and "
+                "this model already has values."
+            )
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")

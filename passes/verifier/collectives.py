@@ -1,0 +1,105 @@
+"""Rules for collectives: those of the buckets' exchanges, and left alone while they are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import roles
+from ..context import region_of, role_of
+from .analysis import RELEASE, Analysis, CollectiveNode, Findings, StorageRange, arguments
+from .contract import Contract, is_of_portions
+
+__all__ = ["one_order", "untouched_in_flight"]
+
+_OPERATORS = {
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
+    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+}
+
+
+def one_order(found: Analysis, contract: Contract | None) -> Findings:
+    """Every rank starts the same collectives on the same process groups, in the same order.
+
+    The collectives are those of each bucket's exchange, stage by stage, with its operators, groups and sizes. None is
+    in the body of a branch. Portions are shared by fewer ranks, and gathered over those. The digest of the schedule
+    checks at run time that the order is the same on all ranks.
+    """
+    for launch in found.gather_launches:
+        info, given = found.info(launch.bucket), arguments(launch.node)
+        right = info.exchange.gather_size, info.exchange.gather_group
+        if is_of_portions(found, contract, launch):
+            right = info.portion_size, info.portion_group
+        if (got := (given.get("group_size"), given.get("group_name"))) != right:
+            yield f"it is gathered over {_group(*got)}, not {_group(*right)}", launch.node, launch.bucket
+    for portion in found.portions:
+        info, (_, *ranks) = found.info(portion.bucket), portion.node.args
+        if tuple(ranks) != (right := (info.portion_size, info.portion_group)):
+            yield f"its portion is one of {_group(*ranks)}, not {_group(*right)}", portion.node, portion.bucket
+    for reduction in found.reductions:
+        exchange = found.info(reduction.bucket).exchange
+        if len(reduction.stages) != len(exchange.groups):
+            what = f"{len(reduction.stages)} collectives reduce it, not {len(exchange.groups)}"
+            yield what, reduction.first, reduction.bucket
+        stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
+        for i, (launch, collective, size, group) in enumerate(stages):
+            given = arguments(launch.node)
+            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            got_size = given.get("group_size", size)  # an all-reduce has no size argument
+            got_group = given.get("group_name", given.get("group"))
+            if (operator, got_size, got_group) != (collective, size, group):
+                got_stage = f"{operator} over {_group(got_size, got_group)}"
+                what = f"stage {i + 1} is {got_stage}, not {collective} over {_group(size, group)}"
+                yield what, launch.node, reduction.bucket
+    for node in found.graph.find_nodes(op="get_attr"):
+        for inner in _inner_nodes(node):
+            if region_of(inner.graph) is not None:
+                break  # a region is verified on its own
+            role, bucket = role_of(inner), (inner.meta.get("custom") or {}).get(roles.MARK)
+            if role is not None or bucket is not None:
+                yield f"{inner} is in the body of a branch, {node}", node, role.bucket if role is not None else bucket
+                break
+
+
+def _group(size: Any, name: Any) -> str:
+    return f"{size} ranks (group {name!r})"
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of the graph that an attribute holds, if it holds one, and of the graphs inside it."""
+    if (body := roles.nested_graph(node)) is not None:
+        for inner in body.graph.nodes:
+            yield inner
+            if inner.op == "get_attr":
+                yield from _inner_nodes(inner)
+
+
+def untouched_in_flight(found: Analysis, _: Contract | None) -> Findings:
+    """Nothing touches the memory of a collective in flight, and every collective is awaited before the graph ends.
+
+    Collectives run on their own streams. Only their waits order them relative to computation and to each other. A
+    reduction does not read the unawaited result of another reduction.
+    """
+    flights: dict[fx.Node, list[tuple[StorageRange, CollectiveNode, tuple[int, int]]]] = {}
+    for launch in found.launches:
+        flight = found.in_flight(launch)
+        for node in (launch.input, launch.node):
+            if node is not None:
+                memory = found.memory(node)
+                flights.setdefault(memory.root, []).append((memory, launch, flight))
+        if launch.gathers:
+            continue  # rule V1 covers the rest
+        for reader in launch.readers:
+            yield f"{reader} reads the reduction unawaited", reader, launch.bucket
+        if not launch.waits:
+            yield "nothing awaits the reduction", launch.node, launch.bucket
+        if flight[1] < flight[0]:
+            yield "the reduction is awaited before it starts", launch.waits[0], launch.bucket
+    releases = found.graph.find_nodes(op="call_function", target=RELEASE)
+    for node, memory in (*found.writes, *((node, found.memory(node.all_input_nodes[0])) for node in releases)):
+        for place, launch, (start, end) in flights.get(memory.root, ()):
+            if place.overlaps(memory) and start < found.order[node] < end:
+                yield f"{node} changes memory that {launch.node} works on", node, launch.bucket

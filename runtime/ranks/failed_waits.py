@@ -1,0 +1,116 @@
+"""Why waits for collectives fail, and groups whose waits end if a rank's process does not answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from .. import compat
+from .collective_order import Order
+from .lifeline import ask
+from .notices import Notice, ended, found, key_of, last_told, ranks_text
+
+__all__ = ["Guarded", "why_failed"]
+
+ENDING = 1.0
+"""Seconds to look for a process that has ended, when a connection was closed."""
+ANSWER = 1.0
+"""Seconds within which processes of other ranks must answer."""
+PAUSE = 5.0
+"""Maximum number of seconds between two questions whether they do."""
+
+_log = logging.getLogger("mfsdp_compile")
+
+
+@dataclass(eq=False)
+class Guarded:
+    """A process group in which waits end if a rank's process does not answer for long; see :meth:`.Watchdog.guarding`.
+
+    Args:
+        group: The process group.
+        patience: Seconds.
+    """
+
+    group: dist.ProcessGroup
+    patience: float
+    due: float = field(default_factory=time.monotonic)
+    silent: dict[int, float] = field(default_factory=dict)
+    """Ranks that do not answer, and since when."""
+    why: str = ""
+    """Why the group's waits were ended; empty if they were not."""
+
+    def look(self, store: dist.Store) -> None:
+        """End the waits in the group if one of its ranks has not answered for too long."""
+        now = time.monotonic()
+        if now < self.due or self.why:
+            return
+        self.due = now + min(self.patience / 4, PAUSE) - ANSWER
+        others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank()]
+        _, silent = ask(store, others, ANSWER)
+        self.silent = {rank: self.silent.get(rank, now) for rank in silent}
+        if late := [rank for rank, since in self.silent.items() if now - since >= self.patience]:
+            self.why = f"The process of {ranks_text(late)} has not answered for {self.patience:.0f} s."
+            _log.error("Rank %d: %s", dist.get_rank(), self.why)
+            compat.break_connections(self.group)
+
+
+def why_failed(live: Collection[Order], guarded: Collection[Guarded], error: RuntimeError) -> str:
+    """Say which rank has made a collective fail, and what is known of it.
+
+    Args:
+        live: Orders of the models that exist.
+        guarded: The groups that are guarded.
+        error: The error with which the wait has ended.
+    """
+    if why := next((each.why for each in guarded if each.why), None):
+        return why
+    try:
+        store, known = compat.default_store(), compat.known_groups()
+        for each in guarded:
+            if abandoned := found(store, key_of(each.group.group_name, "abandoned")):
+                return f"{abandoned['text']}."
+        others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
+        if compat.is_timeout(error):
+            gone, stopped = ask(store, others, ANSWER)
+            failed = None  # ranks that have waited as well
+        else:
+            gone, failed = _wait_for_end(store, live, others)
+            stopped = []
+        groups = {order.group for order in live}
+        if silent := [rank for rank in gone if last_told(store, groups, rank) is None]:
+            return (
+                f"The process of {ranks_text(silent)} has ended and could not say why: it was killed, crashed or ran "
+                "out of memory. What it printed last, or the log of its machine, tells."
+            )
+    except (RuntimeError, OSError, KeyError):
+        return (
+            "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
+            "last says why."
+        )
+    if failed is not None:
+        return f"{ended(failed)}."
+    if stopped:
+        return (
+            f"The process of {ranks_text(stopped)} does not answer: it is stopped, or something keeps Python from "
+            "running there. `mfsdp hang` says where each rank is."
+        )
+    return "Another rank takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
+
+
+def _wait_for_end(store: dist.Store, live: Collection[Order], others: Sequence[int]) -> tuple[list[int], Notice | None]:
+    """Find out which processes have ended, and which rank has said first that it fails.
+
+    While a process ends, its connections are closed one by one.
+    """
+    deadline = time.monotonic() + ENDING
+    while True:
+        told = [found(store, key_of(order.group, "failed")) for order in live]
+        failed = next((each for each in told if each is not None and each["rank"] != dist.get_rank()), None)
+        gone, _ = ask(store, others, 0)
+        if gone or failed is not None or time.monotonic() > deadline:
+            return gone, failed
+        time.sleep(0.1)

@@ -1,0 +1,176 @@
+"""What ranks that wait for one another publish in the store, and how messages put it in words.
+
+The notices of a process group are under ``mfsdp/watch/<group>/``, as JSON:
+
+    ask         the rank that has begun least of those that wait in an agreement
+    rest        a rank that waits in a collective of the program itself
+    failed      the first rank whose forward, backward or program has failed
+    end/<rank>  how a rank has ended or failed, if it could still tell
+    over        the finding that ranks have diverged, for all
+    abandoned   why a rank has left a guarded group
+    notice      there, if there was ever one of these
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import compat
+from ..program_lines import program_line
+from .collective_order import Order
+
+__all__ = [
+    "Notice",
+    "astray",
+    "collectives_started",
+    "come_so_far",
+    "conclude_once",
+    "diverged",
+    "ended",
+    "found",
+    "found_of_another",
+    "key_of",
+    "key_of_end",
+    "last_told",
+    "never_starts",
+    "offer",
+    "other_steps",
+    "publish",
+    "ranks_text",
+    "rests",
+    "tell_end",
+]
+
+Notice = dict[str, Any]
+
+
+def key_of(group: str, topic: str) -> str:
+    return f"mfsdp/watch/{group}/{topic}"
+
+
+def key_of_end(group: str, rank: int) -> str:
+    return key_of(group, f"end/{rank}")
+
+
+def come_so_far(order: Order) -> Notice:
+    """Return what each notice of this rank says."""
+    return {
+        "epoch": order.epoch,
+        "steps": order.steps,
+        "progress": order.progress,
+        "rank": dist.get_rank(),
+        "counts": collectives_started(),
+    }
+
+
+def collectives_started() -> dict[str, int]:
+    """Return how many collectives this rank has started in each process group, by name."""
+    return {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()}
+
+
+def found(store: dist.Store, key: str) -> Any:
+    """Return a notice; None if there is none."""
+    # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def found_of_another(store: dist.Store, order: Order, topic: str) -> Any:
+    """Return a notice of another rank in this epoch; None if there is none, or an older one, or this rank's own."""
+    told = found(store, key_of(order.group, topic))
+    return told if told is not None and told["rank"] != dist.get_rank() and told["epoch"] == order.epoch else None
+
+
+def publish(store: dist.Store, group: str, topic: str, told: Notice) -> None:
+    store.set(key_of(group, topic), json.dumps(told))
+    store.set(key_of(group, "notice"), "")
+
+
+def offer(store: dist.Store, group: str, topic: str, mine: Notice) -> None:
+    """Publish a notice of which there is one for all ranks: that of the rank that has begun least."""
+    there = found(store, key_of(group, topic))
+    if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
+        publish(store, group, topic, mine)
+    else:
+        store.set(key_of(group, "notice"), "")
+
+
+def tell_end(store: dist.Store, order: Order, how: str) -> None:
+    """Publish that this rank starts nothing more.
+
+    Args:
+        how: How it has ended: ``"had failed with ..."``.
+    """
+    told = come_so_far(order) | {
+        "number": order.events,
+        "how": how,
+        "after": order.latest,
+        "line": program_line(sys._current_frames().get(order.thread)),
+    }
+    store.set(key_of_end(order.group, dist.get_rank()), json.dumps(told))
+    first = found(store, key_of(order.group, "failed"))
+    if first is None or (first["epoch"], -first["number"]) < (order.epoch, -order.events):  # else it is the cause
+        publish(store, order.group, "failed", told)
+
+
+def last_told(store: dist.Store, groups: Collection[str], rank: int) -> Notice | None:
+    """Return what a rank has told of its end, or its failure, if it still could."""
+    told = filter(None, (found(store, key_of_end(group, rank)) for group in groups))
+    return max(told, key=lambda each: each["steps"], default=None)
+
+
+def conclude_once(store: dist.Store, key: str, verdict: Notice) -> None:
+    """Write the verdict of an agreement unless there is one already."""
+    store.compare_set(key, "", json.dumps(verdict))
+
+
+def astray(text: str, rank: int) -> Notice:
+    """Return the verdict of an agreement with a rank that has diverged."""
+    return {"kind": "astray", "ranks": [rank], "text": text}
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def diverged(ask: Notice, here: str) -> str:
+    return (
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits "
+        f"for the others to do the same; {here}."
+    )
+
+
+def ended(failed: Notice) -> str:
+    return f"Rank {failed['rank']} {failed['how']} ({failed['progress']}; its last: {failed['after']}{_at(failed)})"
+
+
+def never_starts(failed: Notice, here: str) -> str:
+    return f"{ended(failed)}, and will not start what other ranks wait for; {here}."
+
+
+def rests(rest: Notice, here: str) -> str:
+    return (
+        f"Ranks have diverged. Rank {rest['rank']} waits {rest['progress']} in a collective of the program itself, "
+        f"over process group {rest['group']}{_at(rest)}; {here}."
+    )
+
+
+def other_steps(told: Notice, mine: int) -> str:
+    """Return a sentence if the other rank has begun another number of optimizer steps."""
+    if told["steps"] == mine:
+        return ""
+    return (
+        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {mine}: they hold "
+        "rows of different weights now. Load a checkpoint after the reset."
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+
+
+def _at(told: Notice) -> str:
+    return f", at {told['line']}" if told["line"] else ""
