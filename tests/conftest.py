@@ -5,6 +5,7 @@ import gc
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -33,8 +34,9 @@ os.environ.setdefault("MFSDP_VERIFY", "each")  # test processes inherit this env
 
 import torch
 import torch.distributed as dist
-from pool import Pools, cpu_seconds
+from pool import FOLDERS, Pools, cpu_seconds
 
+sys.path += [folder for folder in FOLDERS if folder not in sys.path]  # tests import from those of other folders
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 settings.load_profile("default")

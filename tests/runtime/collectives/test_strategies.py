@@ -1,8 +1,8 @@
 """Every strategy, accumulation and scaling gives the gradients of one process.
 
-``pytest tests/runtime/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled
-and eager x scalings, with three microbatches on four ranks. Each cell is compared with an independent computation in
-one process.
+``pytest tests/runtime/collectives/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating
+x compiled and eager x scalings, with three microbatches on four ranks. Each cell is compared with an independent
+computation in one process.
 """
 
 from __future__ import annotations

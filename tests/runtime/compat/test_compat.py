@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.collectives import ops
 from mfsdp_compile.runtime.compat import gloo
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_torch_version() -> None:
