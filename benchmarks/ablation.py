@@ -32,11 +32,10 @@ from typing import Literal
 
 from published import GIB, run
 
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
+from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
-from mfsdp_compile.passes.solver.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.solve import solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits
@@ -45,6 +44,8 @@ from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 NETWORKS = ("h100-ib", "h100-eth")
 """Machines that compute equally fast, with 400 and 100 Gb/s per GPU between nodes. One node uses neither network."""

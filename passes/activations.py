@@ -32,10 +32,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import roles
 from .context import Context, Report, role_of
-from .phase import Phase
 from .solver.costs import CostModel
 from .solver.flow import flow_of
 from .solver.kernels import base, readers

@@ -22,10 +22,10 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .context import Context, Report
 from .listing import collectives
-from .phase import Phase
 from .roles import dependencies, pack_inside, packs
 
 __all__ = ["apply"]

@@ -21,10 +21,11 @@ import operator
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+
 from . import roles
 from .context import Context, Report
-from .phase import Phase
-from .policy import SchedulePolicy
 
 __all__ = ["apply"]
 

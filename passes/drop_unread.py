@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
-from .phase import Phase
 
 __all__ = ["apply"]
 

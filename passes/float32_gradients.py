@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, NodeKind, Report, role_of
-from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -13,6 +13,9 @@ from typing import Any
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.decisions import Decisions
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from . import (
     activations,
@@ -30,10 +33,7 @@ from . import (
 )
 from .changes import changes, events
 from .context import Context, Report, phase_of
-from .decisions import Decisions
 from .listing import describe
-from .phase import Phase
-from .policy import SchedulePolicy
 from .regions import RegionBody
 from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.decisions import Behind, reductions_by_policy
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
-from .decisions import Behind, reductions_by_policy
-from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -19,11 +19,11 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.decisions import kept_by_policy
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import roles
 from .context import Context, NodeKind, Report
-from .decisions import kept_by_policy
-from .phase import Phase
 
 __all__ = ["apply", "kept_buckets"]
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.decisions import Ahead
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
-from .decisions import Ahead
-from .phase import Phase
 
 __all__ = ["apply"]
 

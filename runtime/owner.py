@@ -59,8 +59,8 @@ class Owned(Generic[OwnerT]):
 def refuse_dropped() -> NoReturn:
     """Raise RuntimeError because something of a model is used that no longer exists."""
     raise RuntimeError(
-        "A sharded model no longer exists, and a parameter of it, or a backward through it, needs it. Keep a reference to "
-        "the model, or to one of its modules, as long as its parameters are trained."
+        "A sharded model no longer exists, and a parameter of it, or a backward through it, needs it. Keep a reference "
+        "to the model, or to one of its modules, as long as its parameters are trained."
     )
 
 
@@ -86,7 +86,8 @@ class ModuleRef:
 
 
 def owners_of(buckets: Iterable[Owned[Any]]) -> list[Any]:
-    """Return the models that own ``buckets``, each once, in order. What the caller needs of them is its own protocol."""
+    """Return the models that own ``buckets``, each once, in order. What the caller needs of them is its own
+    protocol."""
     return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
 
 
@@ -98,7 +99,8 @@ class _Ignored(NamedTuple):
 
 
 _ignored: Any = WeakIdKeyDictionary()
-"""Parameters that models ignore. They are the program's objects, which may be copied and pickled, so nothing is noted on them."""
+"""Parameters that models ignore. They are the program's objects, which may be copied and pickled, so nothing is
+noted on them."""
 
 
 def ignore(owner: object, params: Mapping[str, nn.Parameter]) -> None:

@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, role_of
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.analysis import (
     RELEASE,
     WAIT,
@@ -28,6 +27,7 @@ from mfsdp_compile.passes.verifier.analysis import (
     Whole,
     tensor_of,
 )
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 PACK = torch.ops.mfsdp.pack_gradients.default

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from mfsdp_compile.passes.context import BucketInfo, Context
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Exchange, When
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 RANKS = 4
 MACHINE = Hardware(

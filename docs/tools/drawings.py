@@ -26,7 +26,6 @@ from mfsdp_compile.diagnostics import doctor
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import Timeline
@@ -38,6 +37,7 @@ from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.ranks import profiling
+from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 __all__ = ["DRAWINGS", "FOLDER"]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.gathering import refuse_write
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .options import CompileOptions
 

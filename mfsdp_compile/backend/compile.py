@@ -25,7 +25,6 @@ from torch import Tensor, fx
 from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
@@ -35,6 +34,7 @@ from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel, models_of
 from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
 from .arguments import GraphArguments, beside_shard, like_served
@@ -81,6 +81,8 @@ def mfsdp(
     escaped = _escaped(gm)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
+    if not served:
+        chosen = chosen.with_defaults_of(models_of(buckets))
     refused: dict[str, str] = {}
     with (
         _reporting_errors(buckets),

@@ -23,9 +23,9 @@ from torch import fx
 
 from mfsdp_compile.passes import readable, unshard
 from mfsdp_compile.passes.context import Report
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 __all__ = ["GraphFolder"]
 

@@ -15,12 +15,12 @@ from torch import Tensor, fx
 
 from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
 from mfsdp_compile.passes.context import Context, phase_of, set_phase
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.regions import RegionBody
 from mfsdp_compile.passes.solver.kernels import base, is_alias
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Source
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 __all__ = ["trace"]
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.folding import folded
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import Policies
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from ..backend.bucket_infos import bucket_info
 from ..backend.verify_step import unchanged

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 __all__ = ["AROUND", "EqualUnits", "NotAlikeError", "TracedBucket", "shorten", "stretch"]
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.passes.context import Context, SchedulePolicy
-from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
@@ -16,6 +15,7 @@ from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.schedule.decisions import Decisions
 
 from . import published
 from .candidates import Candidate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 __all__ = ["begins", "order"]
 

@@ -29,7 +29,6 @@ from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, SchedulePolicy
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.kernels import kernels, origin
@@ -39,6 +38,7 @@ from mfsdp_compile.runtime.plan.experts import is_expert
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbors, repeated_blocks, resolve_unit_classes
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .equal_units import AROUND, NotAlikeError, TracedBucket, shorten, stretch
 from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
-from ..phase import Phase
 from ..roles import GATHERS, REDUCES
 
 __all__ = [

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import NodeKind, role_of
-from ..phase import Phase
 from .analysis import Analysis, CollectiveNode, tensor_of
 
 __all__ = [

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.geometry.exchange import When
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
-from ..phase import Phase
 from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of
 from .contract import Contract, Gradient, gradients_of, packed
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
-from ..phase import Phase
 from .analysis import Analysis, Findings
 from .contract import Contract, is_of_portions
 

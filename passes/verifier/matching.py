@@ -6,9 +6,10 @@ import operator
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
 from ..context import NodeKind, role_of
-from ..phase import Phase
 from .analysis import Analysis, Findings, tensor_of, whole_operands
 from .contract import Contract, GraphOutput, calls_of, is_of_portions, reads_of, scales_of
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
 from ..context import NodeKind, role_of
-from ..phase import Phase
 from .analysis import RELEASE, Analysis, Findings, arguments, tensor_of, whole_operands
 from .contract import Contract
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 from ..context import Context, Report
-from ..phase import Phase
 from .analysis import Analysis
 from .contract import contract_of
 from .rules import RULES, Breach

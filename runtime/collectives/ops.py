@@ -10,10 +10,10 @@
 ``gather(shard, resident, token, sent, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
-    collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is traced as
-    all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is, there is a plain
-    wait, and two results for each parameter: all anchors, and then all data. If the shard is in host memory and the device
-    keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
+    collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is
+    traced as all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is,
+    there is a plain wait, and two results for each parameter: all anchors, and then all data. If the shard is in host
+    memory and the device keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
 ``split_scales(scales, ...)``
     The scales of each parameter of a bucket, as views. Composite.
 ``wait_quantized(gathered, scales, ...)``
@@ -22,16 +22,18 @@
 ``gather_whole(shard, resident, token, sent, scales, ...)``
     A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
-    begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs gradients.
+    begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs
+    gradients.
 ``fetch(shard, device)``
-    A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main dtype.
+    A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main
+    dtype.
 ``offload(gradient, pins)``
     A copy of a reduced gradient in host memory. It may still be arriving: the runtime waits before it is read.
 ``offload_saved(saved)``, ``fetch_saved(copy, device)``
     Start a copy of a value that forward saves for backward to host memory, and back.
 ``wait_saved(copy, source)``
-    Waits for such a copy. It is declared to write to the copy, so that compilers keep it before the readers, and it takes
-    the source, which thereby exists until the copy has been made.
+    Waits for such a copy. It is declared to write to the copy, so that compilers keep it before the readers, and it
+    takes the source, which thereby exists until the copy has been made.
 ``portion(whole, size, group)``
     A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
     over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
@@ -47,9 +49,11 @@
     A communication buffer, for Inductor's code of ``pack_gradients``. It is in no FX graph.
 ``reduce_if_due(gradient, token, ...)``
     A collective that is skipped while gradients are accumulated over microbatches; see
-    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a collective.
+    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
+    collective.
 ``begin(phase, digest, schedule, used)``
-    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.step.graph_runs`.
+    The first node of a graph, which announces what the graph is about to do; see
+    :mod:`mfsdp_compile.runtime.step.graph_runs`.
 
 The operators take numbers and strings instead of layout and group objects. A graph that contains them therefore prints
 as valid Python, and its cache key includes everything that matters.
@@ -107,10 +111,12 @@ _library.define("fetch_saved(Tensor copy, str device) -> Tensor")
 _library.define("wait_saved(Tensor(a!) copy, Tensor source) -> ()")
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define(
-    "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> Tensor"
+    "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> "
+    "Tensor"
 )
 _library.define(
-    "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> Tensor"
+    "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> "
+    "Tensor"
 )
 _library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
 _library.define(
@@ -126,8 +132,8 @@ torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)
 
 @torch.library.impl(_library, "unshard", "CompositeImplicitAutograd")
 def _unshard(shell: Tensor, layout: str) -> Tensor:
-    # Dynamo runs this at every read of a parameter. Autograd sees only the clone, which costs half as much as a backward
-    # and a fake kernel in Python.
+    # Dynamo runs this at every read of a parameter. Autograd sees only the clone, which costs half as much as a
+    # backward and a fake kernel in Python.
     if compat.is_fake(shell):
         part = shell.clone()
         # isinstance(module.weight, nn.Parameter) must hold in what Dynamo traces.
@@ -149,8 +155,9 @@ def _other_backend(shell: Tensor) -> RuntimeError:
     return RuntimeError(
         "A model that mfsdp-compile has sharded was compiled with another backend, which cannot gather parameters "
         f"(here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another compiler "
-        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'}). A method with a torch.compile of its own can read parameters "
-        "while the model's forward runs; pass it those that are in float8 as arguments."
+        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'}). A method with a "
+        "torch.compile of its own can read parameters while the model's forward runs; pass it those that are in float8 "
+        "as arguments."
     )
 
 
@@ -396,7 +403,8 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
 
     Args:
         gradient: The packed bucket, or the result of the previous stage.
-        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.DeferredGradient`, if it has one.
+        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.DeferredGradient`, if it
+            has one.
     """
     inspected = exchange.inspected and stage == 0
     if not exchange.may_wait(stage) and not inspected:

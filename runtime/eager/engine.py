@@ -39,16 +39,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..geometry.exchange import Overlap
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
+from ..schedule.policy import SchedulePolicy
 from .context import EagerOwner, StepContext
 from .gathering import Gathering, unseen
 from .parameters import Parameters
 from .reducing import Reducing, anchor_of_bucket
 from .saved_tensors import SavedTensors
-from .units import EagerPolicy, EagerUnit, UnitControl
+from .units import EagerUnit, UnitControl
 
 __all__ = ["EagerRuntime", "Window"]
 
@@ -104,7 +106,8 @@ class EagerRuntime:
     Args:
         units: Units in registration order.
         modules: All modules of the model.
-        policy: Limits on prefetches and reductions.
+        policy: How early units are gathered, and how late reductions are awaited.
+        overlap: Kinds of collectives that may overlap with computation.
 
     Attributes:
         step: The running step.
@@ -114,12 +117,13 @@ class EagerRuntime:
         reducing: Gradients.
     """
 
-    def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: EagerPolicy) -> None:
+    def __init__(
+        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: SchedulePolicy, overlap: Overlap
+    ) -> None:
         self.units = tuple(units)
         self.modules = weakref.WeakSet(modules)
-        self.policy = policy
         self.step = StepContext([bucket for unit in self.units for bucket in unit.buckets])
-        self.gathering = Gathering(self.step, self.units, policy)
+        self.gathering = Gathering(self.step, self.units, policy, overlap)
         self.saved = SavedTensors(self.step, self.gathering)
         self.reducing = Reducing(self.step, self.gathering)
         self.parameters = Parameters(self.step, self.gathering, self.reducing, self.saved)
@@ -135,6 +139,15 @@ class EagerRuntime:
     def owner(self, owner: EagerOwner) -> None:
         self.step.owner = owner
 
+    @property
+    def policy(self) -> SchedulePolicy:
+        """How early units are gathered, and how late reductions are awaited."""
+        return self.gathering.policy
+
+    @policy.setter
+    def policy(self, policy: SchedulePolicy) -> None:
+        self.gathering.policy = policy
+
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def in_forward(self) -> bool:
@@ -144,8 +157,8 @@ class EagerRuntime:
     def is_in_use(self, bucket: Bucket) -> bool:
         """Whether code that reads a parameter of the bucket from its module gets the gathered one.
 
-        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module. Hooks
-        of parameters get shards, so they read shards too.
+        In a backward, that is what hooks of modules and activations compute with, and functions that keep a module.
+        Hooks of parameters get shards, so they read shards too.
         """
         in_backward = compat.in_backward() and not hooks_of_parameters.run
         in_window = self.step.depth > 0 or in_backward
@@ -211,9 +224,9 @@ class EagerRuntime:
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
-                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd saves "
-                "by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
-                "forward, apply the transform to the model from outside, or compile the model."
+                "a sharded module after it has read a parameter: gathered parameters are kept out of what autograd "
+                "saves by hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, "
+                "create_graph=True) in forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
     @unseen
@@ -342,7 +355,7 @@ class EagerRuntime:
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
         units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
-        EagerRuntime.__init__(duplicate, units, modules, self.policy)
+        EagerRuntime.__init__(duplicate, units, modules, self.policy, self.gathering.overlap)
         duplicate.owner = owner
         twin = dict(zip(self.units, units, strict=True))
         for unit in self.units:

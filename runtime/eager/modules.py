@@ -8,8 +8,8 @@ SimpleFSDP). It returns one of three things:
     in eager mode, inside a forward or backward   the gathered parameter
     otherwise, and in hooks of parameters         the shard
 
-If Dynamo traces for another backend inside a forward that runs eagerly, as for ``torch.cond`` or a method with a decorator
-``@torch.compile``, it finds the gathered parameter in a property of its own, and reads it at each call.
+If Dynamo traces for another backend inside a forward that runs eagerly, as for ``torch.cond`` or a method with a
+decorator ``@torch.compile``, it finds the gathered parameter in a property of its own, and reads it at each call.
 
 There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
 signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
@@ -17,9 +17,9 @@ opens a window of the eager path around the original one. (Forward hooks would w
 hooks, which differ between modules: six equal blocks, compiled one by one, would take six compilations.)
 
 Therefore ``type(module)`` is a subclass of the class that the user wrote. ``isinstance`` accepts it; ``type(module) is
-nn.Linear`` does not, except in ``apply()`` and ``summon_full_params()``, which restore the user's classes while they run. (A metaclass could make
-the two classes compare equal, and a property could change ``module.__class__``. Both would break Dynamo: it finds the
-place of ``super()`` in the MRO with ``==``, and looks up properties in ``__class__``.)
+nn.Linear`` does not, except in ``apply()`` and ``summon_full_params()``, which restore the user's classes while they
+run. (A metaclass could make the two classes compare equal, and a property could change ``module.__class__``. Both would
+break Dynamo: it finds the place of ``super()`` in the MRO with ``==``, and looks up properties in ``__class__``.)
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def _sharded_class(
     casts: Casts,
     methods: tuple[str, ...] = (),
 ) -> type[nn.Module]:
-    """Make the class of sharded modules of a class, of which some ``methods`` other than ``forward`` open a window too."""
+    """Make the class of sharded modules of a class, of which some ``methods`` other than ``forward`` open a window
+    too."""
     namespace: dict[str, Any] = {
         name: _parameter_property(cls, name, partition, scaling, is_complex)
         for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
@@ -199,8 +200,8 @@ def _forward_in_window(cls: type[nn.Module], gets_quantized: bool, gets_extensio
     is_layer = compat.transformer_engine.is_layer(cls)
     forward = casts.around(_in_window(_lending(cls.forward) if is_layer else cls.forward))
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
-    # Parts of layers of Transformer Engine would be graphs that return quantized weights. The methods of parameters that
-    # gather themselves are a user's code, around a collective.
+    # Parts of layers of Transformer Engine would be graphs that return quantized weights. The methods of parameters
+    # that gather themselves are a user's code, around a collective.
     is_disabled = compat.is_dynamo_disabled(cls.forward) or (is_layer and gets_quantized) or gets_extensions
     return torch.compiler.disable(forward) if is_disabled else forward
 
@@ -226,9 +227,9 @@ def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:
 def _lending(method: Callable[..., Any]) -> Callable[..., Any]:
     """Take the memory of weights back from a layer of Transformer Engine when its forward has run.
 
-    It keeps its weights from forward to backward in places that autograd does not know, or a weak reference to them which
-    must stay alive (``fuse_wgrad_accumulation``). What backward needs of them has been saved by then, through our hooks.
-    Biases keep their memory: a layer may return them.
+    It keeps its weights from forward to backward in places that autograd does not know, or a weak reference to them
+    which must stay alive (``fuse_wgrad_accumulation``). What backward needs of them has been saved by then, through our
+    hooks. Biases keep their memory: a layer may return them.
     """
 
     @functools.wraps(method)
@@ -296,9 +297,9 @@ def _parameter_property(
         if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
             if scaling == EXTENSION:
                 raise NotImplementedError(
-                    f"Compiled code reads {name!r} of a {cls.__name__}, which gathers itself (fsdp_pre_all_gather), outside of "
-                    "that module's forward. Read it in the forward, which runs eagerly, or apply torch.compiler.disable to "
-                    "the function that reads it."
+                    f"Compiled code reads {name!r} of a {cls.__name__}, which gathers itself (fsdp_pre_all_gather), "
+                    "outside of that module's forward. Read it in the forward, which runs eagerly, or apply "
+                    "torch.compiler.disable to the function that reads it."
                 )
             if not scaling and _traces_for_others() and (part := getattr(self, _WHOLE + name)) is not None:
                 return part if partition is None else partition.of_part(part)
@@ -360,20 +361,20 @@ class _Sharded(nn.Module):
             return super().register_parameter(name, param)
         if sharded:
             raise RuntimeError(
-                f"Parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced: the new one would not be "
-                "trained. Copy values into it (with torch.no_grad(): module.weight.copy_(values)), or replace it before "
-                "fully_shard_model."
+                f"Parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced: the new one would not "
+                "be trained. Copy values into it (with torch.no_grad(): module.weight.copy_(values)), or replace it "
+                "before fully_shard_model."
             )
         raise RuntimeError(
-            f"{type(self).__name__} gets a new parameter {name!r} after fully_shard_model: it would not be sharded, nor "
-            "its gradient reduced. Add parameters before sharding."
+            f"{type(self).__name__} gets a new parameter {name!r} after fully_shard_model: it would not be sharded, "
+            "nor its gradient reduced. Add parameters before sharding."
         )
 
     def __delattr__(self, name: str) -> None:
         if name in vars(self)[_HOMES]:
             raise AttributeError(
-                f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the model "
-                "before fully_shard_model."
+                f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the "
+                "model before fully_shard_model."
             )
         super().__delattr__(name)
 
@@ -412,8 +413,8 @@ class _Sharded(nn.Module):
                 value, param = state_dict.get(prefix + name), self._parameters[name]
                 if isinstance(value, Tensor) and param is not None and value.dtype != param.dtype:
                     errors.append(
-                        f"assign=True would change parameter {prefix + name!r} from {param.dtype} to {value.dtype}, but shards "
-                        "keep their dtype. Leave assign out: values are then cast."
+                        f"assign=True would change parameter {prefix + name!r} from {param.dtype} to {value.dtype}, "
+                        "but shards keep their dtype. Leave assign out: values are then cast."
                     )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[arg-type]
 

@@ -2,8 +2,8 @@
 
 ``_Attach`` puts the gathered parameters in place of their anchors (:mod:`.reducing`), those of a bucket together.
 
-What other code keeps of an earlier forward stays in memory: what a function's ``ctx``, a closure or a module holds. It is
-a :class:`OutdatedParameter`, which only a backward may use, while the shards have the values that were gathered.
+What other code keeps of an earlier forward stays in memory: what a function's ``ctx``, a closure or a module holds. It
+is a :class:`OutdatedParameter`, which only a backward may use, while the shards have the values that were gathered.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["OutdatedParameter", "Parameters"]
 class OutdatedParameter(nn.Parameter):
     """A gathered parameter that something has kept since an earlier forward.
 
-    A backward may use it, as it may be that of the earlier forward: then it becomes what it was, until the next forward.
-    Anything else is an error, and so is a backward after the shard has changed.
+    A backward may use it, as it may be that of the earlier forward: then it becomes what it was, until the next
+    forward. Anything else is an error, and so is a backward after the shard has changed.
     """
 
     mfsdp_name: str
@@ -136,8 +136,8 @@ class Parameters:
     def read_apart(self, home: Home) -> Tensor:
         """Like :meth:`read`, for code that another compiler has made: the same tensor while the bucket stays gathered.
 
-        Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that share
-        storage.
+        Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that
+        share storage.
         """
         bucket, index = home.bucket, home.index
         state, trains = self._gather_to_read(bucket), bucket.trains[index]
@@ -179,7 +179,8 @@ class Parameters:
 
     @unseen
     def _attach(self, bucket: Bucket, state: Gathered) -> list[Tensor | None]:
-        """Connect all parameters of a bucket at once: an autograd node for each would cost more than what it computes."""
+        """Connect all parameters of a bucket at once: an autograd node for each would cost more than what it
+        computes."""
         assert state.full is not None
         with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
             anchors = self._reducing.anchors(bucket).params

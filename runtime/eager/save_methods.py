@@ -40,7 +40,7 @@ def _save_pretrained(module: ModuleRef, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{type(self).__name__}.save_pretrained would write this rank's rows as if they were the model. Call "
             "mfsdp_compile.save_pretrained(model, folder) on all ranks, or pass whole weights: state = "
-            "mfsdp_compile.checkpoint.full_state_dict(model) on all ranks, then save_pretrained(folder, state_dict=state) on "
-            "the first one."
+            "mfsdp_compile.checkpoint.full_state_dict(model) on all ranks, then save_pretrained(folder, "
+            "state_dict=state) on the first one."
         )
     return method(self, *args, **kwargs)

@@ -5,8 +5,9 @@ the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storag
 wrong time then reads freed memory.)
 
 Tensors are packed by hooks, which cost more than anything else here. They are active from the first read of a parameter
-in a module's window to the end of that window, because this is where parameters are used. If a bucket is still referenced
-when it is released, a module has used what another one returned, and from the next forward on hooks are active everywhere.
+in a module's window to the end of that window, because this is where parameters are used. If a bucket is still
+referenced when it is released, a module has used what another one returned, and from the next forward on hooks are
+active everywhere.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class SavedTensors:
             return
 
         def unpack(packed: _Saved, owner: EagerOwner = self._step.owner) -> Tensor:
-            # A graph of autograd keeps the model alive as long as it may need parameters: that is what ``owner`` is for.
+            # A graph of autograd keeps the model alive as long as it may need parameters: that is what ``owner`` is
+            # for.
             return self.unpack(packed)
 
         if compat.hook_saved_tensors(self.pack, unpack):

@@ -51,7 +51,8 @@ class Casts:
         return run
 
     def around_own(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``forward`` that is set on a module itself with its casts. A copy of the module gets a copy of it."""
+        """Return a ``forward`` that is set on a module itself with its casts. A copy of the module gets a copy of
+        it."""
         return functools.update_wrapper(functools.partial(_call, self, forward), forward)
 
 

@@ -1,4 +1,5 @@
-"""Which parameters gather themselves: those of classes with FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+"""Which parameters gather themselves: those of classes with FSDP2's ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``.
 
 :mod:`~mfsdp_compile.runtime.memory.extension` gathers them.
 """
@@ -36,19 +37,21 @@ def check(name: str, param: Tensor, hint: str) -> None:
         hint: What to use instead of its class, if that is known; else "".
 
     Raises:
-        NotImplementedError: It wraps anything but one ordinary tensor, is divided by tensor parallelism, or its class has
-            only one of the two methods.
+        NotImplementedError: It wraps anything but one ordinary tensor, is divided by tensor parallelism, or its class
+            has only one of the two methods.
     """
     local = param._local_tensor if isinstance(param, DTensor) else param
     kind = type(local)
     if not hasattr(kind, "fsdp_post_all_gather"):
         raise NotImplementedError(
-            f"Parameter {name!r} is a {kind.__name__}, which has fsdp_pre_all_gather but no fsdp_post_all_gather. Define both."
+            f"Parameter {name!r} is a {kind.__name__}, which has fsdp_pre_all_gather but no fsdp_post_all_gather. "
+            "Define both."
         )
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"Parameter {name!r} is a {kind.__name__} inside a DTensor: parameters that gather themselves "
-            "(fsdp_pre_all_gather) cannot be divided over other ranks as well. Leave its layer out of tensor parallelism."
+            "(fsdp_pre_all_gather) cannot be divided over other ranks as well. Leave its layer out of tensor "
+            "parallelism."
         )
     inner = list(compat.inner_tensors(param).values())
     like = [(each.shape, each.dtype) for each in inner if type(each) in (Tensor, torch.nn.Parameter)]
@@ -58,7 +61,7 @@ def check(name: str, param: Tensor, hint: str) -> None:
             or "nothing to be seen"
         )
         raise NotImplementedError(
-            f"Parameter {name!r} is a {kind.__name__} of shape {tuple(param.shape)} and {param.dtype} around {held}. A class "
-            "that gathers itself (fsdp_pre_all_gather) must wrap one ordinary tensor of its own shape and dtype, which is "
-            f"the main weight; weights that are quantized at rest are not supported.{hint}"
+            f"Parameter {name!r} is a {kind.__name__} of shape {tuple(param.shape)} and {param.dtype} around {held}. A "
+            "class that gathers itself (fsdp_pre_all_gather) must wrap one ordinary tensor of its own shape and dtype, "
+            f"which is the main weight; weights that are quantized at rest are not supported.{hint}"
         )

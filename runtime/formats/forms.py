@@ -18,8 +18,8 @@ A form says how parameters are quantized, and what modules get of what was gathe
     An ``MXFP8Tensor`` of Transformer Engine, with the plane of rows in forward and that of columns in backward.
 
 ``"multiplied"``
-    What compiled code with ``fp8_matmul`` takes in place of the first: data and scales, for products in float8. No bucket
-    is planned in this form; see :mod:`mfsdp_compile.passes.fp8_matmul`.
+    What compiled code with ``fp8_matmul`` takes in place of the first: data and scales, for products in float8. No
+    bucket is planned in this form; see :mod:`mfsdp_compile.passes.fp8_matmul`.
 
 With other forms, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
 uses. A module gets what the form's wrapper makes of three tensors:
@@ -28,8 +28,8 @@ uses. A module gets what the form's wrapper makes of three tensors:
     data        float8, the parameter's shape: a view of the gathered bucket
     scale       float32, :func:`.quantize.scale_shape`: a view of the scales of the bucket
 
-Compiled code goes through the marker ``mfsdp::unshard_quantized``, which stands for the three. In the graphs that result,
-the wrapper is gone: tensor subclasses exist while graphs are traced, not in them.
+Compiled code goes through the marker ``mfsdp::unshard_quantized``, which stands for the three. In the graphs that
+result, the wrapper is gone: tensor subclasses exist while graphs are traced, not in them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ __all__ = ["FORMS", "Form", "Wrapper"]
 
 
 class Wrapper(Protocol):
-    """Makes the tensors that modules get for one parameter. Dynamo reads it: it is plain data, equal in equal modules."""
+    """Makes the tensors that modules get for one parameter. Dynamo reads it: it is plain data, equal in equal
+    modules."""
 
     def wrap(self, data: Any, scale: Any, dtype: Any, *columns: Any) -> Tensor:
         """Wrap a parameter, without history. It refers to the memory of ``data`` once.
 
-        In a form with planes, ``columns`` are data and scale of the plane of columns, and those of the other may be None.
+        In a form with planes, ``columns`` are data and scale of the plane of columns, and those of the other may be
+        None.
         """
 
     def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ _library = torch.library.Library("mfsdp", "FRAGMENT")
 _library.define("fp8_quantize(Tensor values, int[] dims, ScalarType dtype) -> (Tensor, Tensor)")
 _library.define("fp8_linear(Tensor input, Tensor weight, Tensor? bias, str scaling, bool wgrad) -> Tensor")
 _library.define(
-    "fp8_linear_quantized(Tensor input, Tensor anchor, Tensor data, Tensor scales, Tensor? bias, str scaling, bool wgrad)"
-    " -> Tensor"
+    "fp8_linear_quantized(Tensor input, Tensor anchor, Tensor data, Tensor scales, Tensor? bias, str scaling, bool "
+    "wgrad) -> Tensor"
 )
 
 

@@ -10,20 +10,20 @@ parameter of three dimensions is a stack of matrices, such as the experts of a l
     tensorwise      [1, 1]      [4, 1, 1]       [1, 1]
     blockwise       [1, 1]      [4, 1, 1]       [3, 2]
 
-``"mxfp8"`` is the format of the OCP's Microscaling Formats (MX) specification: a block is 32 neighboring values of a row,
-and its scale a power of two, one byte (E8M0, the exponent plus 127). That is 1/32 of the data, too much to be whole on
-every rank, so it is gathered with them: a bucket, or a shard of one, is a sequence of records ::
+``"mxfp8"`` is the format of the OCP's Microscaling Formats (MX) specification: a block is 32 neighboring values of a
+row, and its scale a power of two, one byte (E8M0, the exponent plus 127). That is 1/32 of the data, too much to be
+whole on every rank, so it is gathered with them: a bucket, or a shard of one, is a sequence of records ::
 
     32 bytes of data | 1 byte: their scale | 32 bytes of data | 1 byte | ...
 
-Rows are multiples of 32, and so are parameters' offsets and shards, so that ranks never share a block. The specification
-leaves rounding open; scales are rounded up, as in Transformer Engine and cuBLAS (torchao's ``RCEIL``), so that no value
-exceeds 448: the least power of two that is at least ``largest / 448``.
+Rows are multiples of 32, and so are parameters' offsets and shards, so that ranks never share a block. The
+specification leaves rounding open; scales are rounded up, as in Transformer Engine and cuBLAS (torchao's ``RCEIL``), so
+that no value exceeds 448: the least power of two that is at least ``largest / 448``.
 
-``"nvfp4"`` is NVIDIA's format with two levels of scales. Values are E2M1 (2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5,
-2, 3, 4, 6 and their negatives), two per byte, the first in the lower half. 16 neighbors in a row share a scale in E4M3, which
-is gathered with them, and a matrix has a scale in float32, for the range that E4M3 does not have. A bucket is a sequence
-of records ::
+``"nvfp4"`` is NVIDIA's format with two levels of scales. Values are E2M1 (2 bits of exponent, 1 of mantissa: 0, 0.5, 1,
+1.5, 2, 3, 4, 6 and their negatives), two per byte, the first in the lower half. 16 neighbors in a row share a scale in
+E4M3, which is gathered with them, and a matrix has a scale in float32, for the range that E4M3 does not have. A bucket
+is a sequence of records ::
 
     8 bytes: 16 values | 1 byte: their scale | 8 bytes: 16 values | 1 byte | ...
 
@@ -31,8 +31,9 @@ of records ::
     scale of a block    largest of the block / 6 / scale of the matrix, rounded to E4M3; at most 448
     value               round(value / (scale of the block * scale of the matrix)), ties to even mantissas, at most 6
 
-Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its block NaN or infinite.
-With ``"nvfp4"``, whose values are all finite, both make a scale NaN: that of their block at least, or of their matrix.
+Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its block NaN or
+infinite. With ``"nvfp4"``, whose values are all finite, both make a scale NaN: that of their block at least, or of
+their matrix.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ def block_numel(scaling: str) -> int:
 
 
 def sent_numel(numel: int, scaling: str) -> int:
-    """Return the elements in which ``numel`` elements of a bucket are sent: bytes, or for ``""`` the elements themselves."""
+    """Return the elements in which ``numel`` elements of a bucket are sent: bytes, or for ``""`` the elements
+    themselves."""
     record = _RECORDS.get(scaling, _ELEMENT)
     return numel // record.numel * record.nbytes
 
@@ -189,12 +191,14 @@ def scale_count(shape: Sequence[int], scaling: str) -> int:
 
 
 def cuts_matrices(scaling: str) -> bool:
-    """Whether shards may begin and end inside a matrix of a stack: no scale is shared by its rows. ``""``: not quantized."""
+    """Whether shards may begin and end inside a matrix of a stack: no scale is shared by its rows. ``""``: not
+    quantized."""
     return not scaling or _BLOCKS[scaling].rows == 1
 
 
 def entries_of_rows(scales: Tensor, row_dims: int, rows: range, scaling: str) -> tuple[Tensor, int]:
-    """Return the entries of the blocks that a rank has rows of, and how many rows of the first block come before its own.
+    """Return the entries of the blocks that a rank has rows of, and how many rows of the first block come before its
+    own.
 
     Args:
         scales: Scales of a parameter, or what they are made from, ``[scale_shape]``.
@@ -305,7 +309,8 @@ def quantize_rows(
 
 
 def quantize_by_factors(values: Tensor, factors: Tensor) -> Tensor:
-    """Quantize ``values`` as libraries do that multiply by reciprocal scales, torchao and Transformer Engine, to the bit."""
+    """Quantize ``values`` as libraries do that multiply by reciprocal scales, torchao and Transformer Engine, to the
+    bit."""
     return (values.float() * factors).clamp_(-LARGEST, LARGEST).to(DTYPE).view(SENT_DTYPE)
 
 
@@ -387,7 +392,8 @@ def from_records(sent: Tensor) -> Tensor:
 
 
 def exponents_of(largest: Tensor) -> Tensor:
-    """Return the scales, in E8M0, for these largest absolute values, in float32. 254 stands for infinity, 255 for NaN."""
+    """Return the scales, in E8M0, for these largest absolute values, in float32. 254 stands for infinity, 255 for
+    NaN."""
     # As Transformer Engine does it, which multiplies.
     bits = (largest * (1 / LARGEST)).view(torch.int32)
     exponents, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -432,7 +438,8 @@ def quantize_nvfp4(values: Tensor, parts: Iterable[tuple[int, Sequence[int], Ten
     for its, scales in _of_blocks(of_matrices, parts):
         its.copy_(scales.expand_as(its))
     scales = (largest / _FP4_LARGEST / of_matrices).to(DTYPE)
-    # In blocks with scale 0, these are NaN and infinite. Both are sent, and are 0 once they are multiplied by the scale.
+    # In blocks with scale 0, these are NaN and infinite. Both are sent, and are 0 once they are multiplied by the
+    # scale.
     magnitudes = blocks.abs() / (scales.float() * of_matrices).unsqueeze(-1)
     codes = torch.signbit(blocks).to(SENT_DTYPE) << 3
     for number, midpoint in enumerate(_FP4_MIDPOINTS):  # ties go to even numbers, whose mantissas are even
@@ -465,7 +472,8 @@ def _values_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _of_blocks(blocks: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the entries of ``blocks``, ``[n / 16]``, of each part, ``[..., rows, columns / 16]``, and the part's scales."""
+    """Yield the entries of ``blocks``, ``[n / 16]``, of each part, ``[..., rows, columns / 16]``, and the part's
+    scales."""
     for offset, shape, scales in parts:
         its = blocks.narrow(0, offset // _FP4_BLOCK, math.prod(shape) // _FP4_BLOCK)
         yield its.view(*shape[:-1], shape[-1] // _FP4_BLOCK), scales

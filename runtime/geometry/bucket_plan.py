@@ -50,8 +50,8 @@ class Offload:
     Args:
         pins: Whether the memory is pinned, if the device is a GPU. Copies from and to other memory are slower, and the
             thread waits for them. Pinned memory cannot be swapped out.
-        optimizer_only: Whether gathers need no copy from the host: the device keeps what is gathered, and gets it from the
-            host after each change of the shard.
+        optimizer_only: Whether gathers need no copy from the host: the device keeps what is gathered, and gets it from
+            the host after each change of the shard.
     """
 
     pins: bool = True
@@ -70,8 +70,8 @@ class BucketPlan:
         name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
         unit: Name of the unit.
         layout: Layout, whose slot names are fully qualified parameter names.
-        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes and
-            holds pairs of real numbers.
+        model_dtype: Dtype of the parameters when the model was sharded. If it is complex, the bucket has real dtypes
+            and holds pairs of real numbers.
         compute_dtype: Dtype of the gathered parameters.
         main_dtype: Dtype of the shard, its gradients and the optimizer's state.
         requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
@@ -83,10 +83,10 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
-            is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
-            itself; see :mod:`.extension`.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "":
+            it is not.
+        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that
+            gathers itself; see :mod:`.extension`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
             it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many

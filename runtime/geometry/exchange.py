@@ -99,8 +99,8 @@ class Exchange(_Fields):
         inspected: Whether gradients are inspected before the first stage.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "": it
-            is not.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "":
+            it is not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
         offload: Type of the device that shards are fetched to from host memory, and from which reduced gradients are
             copied there; see :mod:`.memory.host`. "": shards are on the device.
@@ -174,8 +174,8 @@ class Exchange(_Fields):
     def with_buffers(self, gathers: Buffers, gradients: Buffers) -> Exchange:
         """Return the exchange with communication buffers where it can use them.
 
-        What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction, or have none, stay
-        where they are packed, so they cannot be in a buffer.
+        What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction, or have none,
+        stay where they are packed, so they cannot be in a buffer.
         """
         if not self.gather_group:
             gathers = NO_BUFFERS

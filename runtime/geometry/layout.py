@@ -6,8 +6,10 @@ costs the same as a plan for 8, and every rank computes the same layout without 
 Words
     bucket      one flat tensor of ``world_size * shard_numel`` elements
     slot        the place of one parameter in its bucket
-    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row. If rows of
-                a stack of matrices (experts ``[E, H, F]``) would take too much padding, one index of its first dimensions
+    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row. If rows
+    of
+                a stack of matrices (experts ``[E, H, F]``) would take too much padding, one index of its first
+                dimensions
                 together: E * H rows of F elements, so that a shard may begin and end inside an expert
     shard       a rank's slice ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the bucket
 
@@ -75,8 +77,8 @@ class LayoutPolicy:
         alignment_bytes: Parameters start at multiples of this many bytes in their bucket. A power of two.
         max_padding: Goal for the padding of a bucket, as a fraction of its contents. One row (at least 16 bytes) per
             rank is always allowed.
-        max_stack_padding: The same for buckets that hold stacks of matrices, if that is less. They are large, so that more
-            collectives are less of a cost.
+        max_stack_padding: The same for buckets that hold stacks of matrices, if that is less. They are large, so that
+            more collectives are less of a cost.
         free_padding_bytes: Parameters that miss this goal together are split into several buckets, unless the padding
             is below this many bytes. The default, 1 MiB, is what a 50 GB/s link moves in the 20 us that launching
             another collective costs. Below it, a second bucket costs more than the padding it saves.
@@ -137,8 +139,10 @@ class ParamSpec:
         name: Name, unique in its unit.
         shape: Global shape.
         whole: Whether one rank should own the whole parameter, if the padding bound allows. Muon needs whole matrices.
-        row_dims: Number of leading dimensions whose indices, taken together, are rows. A scalar has one row all the same.
-        is_complex: Whether it is a complex parameter, whose elements are pairs of real ones: the last dimension of ``shape``.
+        row_dims: Number of leading dimensions whose indices, taken together, are rows. A scalar has one row all the
+            same.
+        is_complex: Whether it is a complex parameter, whose elements are pairs of real ones: the last dimension of
+            ``shape``.
     """
 
     name: str
@@ -447,7 +451,8 @@ def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> lis
 
 
 def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> int | None:
-    """Find the first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if three shards have none.
+    """Find the first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if three shards
+    have none.
 
     Offsets that put an atom's border on boundary ``b`` solve ``offset = b (mod atom)``. The Chinese remainder theorem
     joins this with ``offset = 0 (mod align)``. The search covers three shards: the one that contains ``start`` and the

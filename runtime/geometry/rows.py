@@ -75,7 +75,8 @@ class RowSplit:
         return replace(self, inner=None if inner == self._own_row_shape else inner)
 
     def with_local(self, shape: Sequence[int], rank: int) -> RowSplit:
-        """Return the split of a tensor with the same rows, of which ``rank`` holds ``shape``; see :meth:`local_shape`."""
+        """Return the split of a tensor with the same rows, of which ``rank`` holds ``shape``; see
+        :meth:`local_shape`."""
         return self.with_inner(tuple(shape[len(self.local_shape(rank)) - len(self.row_shape) :]))
 
     @property
@@ -137,7 +138,8 @@ class RowSplit:
         return range(rows.start * row_numel, rows.stop * row_numel)
 
     def placement(self, rank: int) -> compat.RowShard:
-        """Return the placement of the rows of ``rank``, counted in the whole parameter if they are indices of dimension 0."""
+        """Return the placement of the rows of ``rank``, counted in the whole parameter if they are indices of
+        dimension 0."""
         rows, first = self.rows(rank), self.offsets[0] if self.shape and self.row_dims == 1 else 0
         return compat.RowShard(range(rows.start + first, rows.stop + first), self.row_dims, self.name)
 

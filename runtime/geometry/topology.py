@@ -10,8 +10,8 @@
                             and gradients                   step, inner at each use
 
 n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
-:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else reads the properties of :class:`Topology`, which come
-from the :class:`~.placements.Placements` of each dimension.
+:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else reads the properties of :class:`Topology`, which
+come from the :class:`~.placements.Placements` of each dimension.
 """
 
 from __future__ import annotations
@@ -114,9 +114,12 @@ class Topology:
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
-        skips_itself: Whether a rank that shares its parameters with no other one uses them from the shard, as for experts.
-        inspects: Whether gradients are inspected when their reduction starts, so that there must be one on one rank too.
-        gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by operator.
+        skips_itself: Whether a rank that shares its parameters with no other one uses them from the shard, as for
+            experts.
+        inspects: Whether gradients are inspected when their reduction starts, so that there must be one on one rank
+            too.
+        gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by
+            operator.
     """
 
     mesh: DeviceMesh
@@ -144,9 +147,9 @@ class Topology:
         """
         if accumulation.keeps_gathered and self.is_hfsdp:
             raise ValueError(
-                "keep_gathered=True is not supported with outer_dp_sharding_strategy='optim' (HFSDP), whose parameters are "
-                "gathered over outer and inner ranks one after the other. Use 'no_shard' for outer ranks (HSDP), or leave "
-                "keep_gathered out."
+                "keep_gathered=True is not supported with outer_dp_sharding_strategy='optim' (HFSDP), whose parameters "
+                "are gathered over outer and inner ranks one after the other. Use 'no_shard' for outer ranks (HSDP), "
+                "or leave keep_gathered out."
             )
         return replace(self, accumulation=accumulation)
 
@@ -266,8 +269,8 @@ class Topology:
         if group.size % reshard:
             divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
             raise ValueError(
-                f"{asked} is {reshard}, but parameters are sharded over {group.size} ranks, which cannot be divided into "
-                f"groups of {reshard}. Numbers that divide them: {', '.join(map(str, divisors))}."
+                f"{asked} is {reshard}, but parameters are sharded over {group.size} ranks, which cannot be divided "
+                f"into groups of {reshard}. Numbers that divide them: {', '.join(map(str, divisors))}."
             )
         return {1: False, group.size: True}.get(reshard, reshard)
 

@@ -83,13 +83,15 @@ class Home:
 
 
 def home_of(param: Tensor) -> Home | None:
-    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer exists."""
+    """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer
+    exists."""
     home: Home | None = vars(param).get("mfsdp_home")
     return home if home is not None and home.reference() is not None else None
 
 
 def is_homeless(param: Tensor) -> bool:
-    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a copy."""
+    """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a
+    copy."""
     return isinstance(param, RowShardedTensor) and home_of(param) is None
 
 
@@ -343,8 +345,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
     def gradients(self) -> list[Tensor | None]:
         """The gradients attached to the parameters.
 
-        What was computed from views and sums of parameters at rest leaves a gradient that every rank holds. It is replaced
-        by this rank's rows of it.
+        What was computed from views and sums of parameters at rest leaves a gradient that every rank holds. It is
+        replaced by this rank's rows of it.
         """
         attribute = self.plan.grad_attribute
         found = [getattr(param, attribute, None) for param in self.params]
@@ -465,7 +467,8 @@ _OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "m
 
 
 def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:
-    """Return the parameter with these rows: a new one, or the same one if it was sharded before, so that optimizers keep it."""
+    """Return the parameter with these rows: a new one, or the same one if it was sharded before, so that optimizers
+    keep it."""
     if is_homeless(original):
         original.move_in(rows)  # type: ignore[attr-defined]
         return original

@@ -5,10 +5,10 @@ stay have the same addresses in every step, which NCCL's registration and CUDA g
 
 A buffer is handed out only while nobody else refers to its memory: no view, no tensor that autograd saved, and no
 collective, because torch keeps the tensors of a collective until it has been awaited. Therefore a value in a buffer
-cannot be overwritten while anything can still read it, whatever the schedule and whichever program. On a GPU, what reads
-the buffer was queued on the current stream before its last reference was dropped, and a collective's stream waits for
-the current stream. If all buffers of a kind are in use, the caller gets fresh memory, or an error if memory of any other
-address would be wrong (:attr:`BufferPool.is_strict`).
+cannot be overwritten while anything can still read it, whatever the schedule and whichever program. On a GPU, what
+reads the buffer was queued on the current stream before its last reference was dropped, and a collective's stream waits
+for the current stream. If all buffers of a kind are in use, the caller gets fresh memory, or an error if memory of any
+other address would be wrong (:attr:`BufferPool.is_strict`).
 
 (Megatron-FSDP's ``FixedPoolAllocator`` and ``MaxPoolAllocator`` assign buffers to units when the model is built, and
 fail if one is in use.)
@@ -70,7 +70,8 @@ class BufferPolicy:
         double: Two buffers for gathers and two for gradients, for each group of buckets of one size and dtype with at
             least two buckets: ``fsdp_double_buffer``.
         largest: All buckets of a dtype share buffers of the size of the largest one: ``maxpool_double_buffer``.
-        singles: A bucket that has its size to itself gets a buffer of its own: ``fsdp_db_use_persist_buf_on_alloc_fail``.
+        singles: A bucket that has its size to itself gets a buffer of its own:
+            ``fsdp_db_use_persist_buf_on_alloc_fail``.
     """
 
     double: bool = False

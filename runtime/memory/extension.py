@@ -50,8 +50,8 @@ class Made:
 
     Args:
         tensor: What ``fsdp_post_all_gather`` has returned.
-        leaves: The ordinary tensors that hold its memory, and what else was gathered or returned, in an order that is the
-            same after each gather.
+        leaves: The ordinary tensors that hold its memory, and what else was gathered or returned, in an order that is
+            the same after each gather.
     """
 
     tensor: Tensor
@@ -154,8 +154,8 @@ class Extension:
 def _padded(tensor: Tensor, rows: int, most: int, name: str) -> Tensor:
     if not tensor.ndim or tensor.shape[0] not in (rows, most):
         raise RuntimeError(
-            f"fsdp_pre_all_gather of {name!r} has returned a tensor of shape {tuple(tensor.shape)} for {rows} rows. Ranks have "
-            f"different numbers of rows, so it must have {rows} rows, or {most}, the most that a rank has."
+            f"fsdp_pre_all_gather of {name!r} has returned a tensor of shape {tuple(tensor.shape)} for {rows} rows. "
+            f"Ranks have different numbers of rows, so it must have {rows} rows, or {most}, the most that a rank has."
         )
     if tensor.shape[0] == most:
         return tensor

@@ -120,7 +120,8 @@ class FlatShard:
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
     def elements(self, flat: Tensor) -> Tensor:
-        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are complex."""
+        """View memory of the bucket, or of its shard, as elements of its parameters: complex numbers if they are
+        complex."""
         if not self.plan.is_complex or flat.is_complex():
             return flat
         return torch.view_as_complex(flat.view(-1, 2))

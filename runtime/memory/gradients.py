@@ -16,7 +16,8 @@ Variations
     * Gradients are accumulated in another dtype than the parameters' (``main_grads_dtype``): ``.grad`` shows the sum in
       the parameter's dtype, and the sum itself is attached to it.
     * ``use_decoupled_grad``: the sum is the parameter's ``.decoupled_grad``, in its own dtype, and ``.grad`` is None.
-    * The reduction of the gradient is deferred (:mod:`mfsdp_compile.runtime.memory.deferred_gradients`): ``.grad`` is an
+    * The reduction of the gradient is deferred (:mod:`mfsdp_compile.runtime.memory.deferred_gradients`): ``.grad`` is
+    an
       :class:`~mfsdp_compile.runtime.memory.tensor.UnreducedGradient`.
 """
 

@@ -8,16 +8,16 @@
 If only the optimizer is offloaded, shards are fetched once after each change, and cast to the copy that is gathered, or
 gathered to the resident.
 
-Copies of buckets go through :func:`copied`, copies of saved values through :func:`start_copy`. If the device is the CPU,
-both arenas are in the same memory, but never in the same tensor.
+Copies of buckets go through :func:`copied`, copies of saved values through :func:`start_copy`. If the device is the
+CPU, both arenas are in the same memory, but never in the same tensor.
 
 What is copied is in the main dtype, and the device casts it: a cast on the host would run on the thread that launches
 kernels, and read host memory for longer than the link takes for the bytes that it saves.
 
-On a GPU, copies run on streams of their own, one for each direction, in order. The stream that asked waits for copies of
-buckets, and the thread does not. It waits for copies of saved values where a graph says so (:func:`await_copy`).
-What the CPU reads or writes afterwards must therefore wait (:func:`settle`): gradients that are still arriving, and shards
-that are still being read.
+On a GPU, copies run on streams of their own, one for each direction, in order. The stream that asked waits for copies
+of buckets, and the thread does not. It waits for copies of saved values where a graph says so (:func:`await_copy`).
+What the CPU reads or writes afterwards must therefore wait (:func:`settle`): gradients that are still arriving, and
+shards that are still being read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def device_of(kind: str) -> torch.device:
 
 
 def on_device(value: Tensor, kind: str) -> Tensor:
-    """Return a tensor on this rank's device of a type, which collectives work on: what rests in host memory is copied."""
+    """Return a tensor on this rank's device of a type, which collectives work on: what rests in host memory is
+    copied."""
     return value if value.device.type == kind else value.to(device_of(kind))
 
 

@@ -1,8 +1,10 @@
-"""Pickles of sharded tensors: ``torch.save(model.state_dict())`` on each rank, and ``torch.load`` of the same file there.
+"""Pickles of sharded tensors: ``torch.save(model.state_dict())`` on each rank, and ``torch.load`` of the same file
+there.
 
 A pickle holds this rank's rows, and which rows of which parameter they are. It is read where a model has the same
-parameter with the same rows: in the same place of a bucket of the same layout, which depends on the number of ranks. The
-process groups are those of that model. Reading it calls nothing but :func:`rebuild`, so ``weights_only=True`` allows it.
+parameter with the same rows: in the same place of a bucket of the same layout, which depends on the number of ranks.
+The process groups are those of that model. Reading it calls nothing but :func:`rebuild`, so ``weights_only=True``
+allows it.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def rebuild(
         else:
             why = "here it is sharded differently (other parameters in its unit, shapes or settings)"
     raise RuntimeError(
-        f"{name!r} was pickled as shard {key[2]} of {shards} ranks, but {why}. Files that any number of ranks can read are "
-        "written by torch.distributed.checkpoint, or with tensor.full_tensor()."
+        f"{name!r} was pickled as shard {key[2]} of {shards} ranks, but {why}. Files that any number of ranks can read "
+        "are written by torch.distributed.checkpoint, or with tensor.full_tensor()."
     )
 
 

@@ -1,4 +1,5 @@
-"""Quantized shards of weights that modules multiply with in two quantizations: by rows in forward, by columns in backward.
+"""Quantized shards of weights that modules multiply with in two quantizations: by rows in forward, by columns in
+backward.
 
 A product sums over columns of a weight in forward and over its rows in backward, and MXFP8 scales 32 neighbors of those
 that are summed. So there are two planes of one weight, each with all of its elements ::
@@ -6,12 +7,13 @@ that are summed. So there are two planes of one weight, each with all of its ele
     rows        32 neighbors in a row share a scale         gathered in forward
     columns     32 neighbors in a column share a scale      gathered in backward
 
-A bucket keeps a shard of each plane, one byte per element and 1/32 byte of scales each, and a gather sends one: the bytes
-are those of ``"mxfp8"``, with the same layout; see :mod:`..quantize`. In the plane of columns, the scales of 32 rows take the
-places of the records that hold these rows, so that scales are whole and in order when a bucket has been gathered.
+A bucket keeps a shard of each plane, one byte per element and 1/32 byte of scales each, and a gather sends one: the
+bytes are those of ``"mxfp8"``, with the same layout; see :mod:`..quantize`. In the plane of columns, the scales of 32
+rows take the places of the records that hold these rows, so that scales are whole and in order when a bucket has been
+gathered.
 
-Shard borders may cut 32 rows. Their scales depend on values of several ranks: each rank enters the scales of its own values,
-and a maximum over ranks, one collective for all buckets, makes them whole. Only what is cut is sent.
+Shard borders may cut 32 rows. Their scales depend on values of several ranks: each rank enters the scales of its own
+values, and a maximum over ranks, one collective for all buckets, makes them whole. Only what is cut is sent.
 """
 
 from __future__ import annotations

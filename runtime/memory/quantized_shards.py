@@ -1,7 +1,7 @@
 """Quantized shards of the buckets that are gathered in float8 or float4, and their scales.
 
-Each such bucket keeps a copy of its shard beside the shard in the main dtype, as gathers send it: one byte per element in
-float8, 9/16 in float4. The scales of all buckets are in one tensor, whole on every rank ::
+Each such bucket keeps a copy of its shard beside the shard in the main dtype, as gathers send it: one byte per element
+in float8, 9/16 in float4. The scales of all buckets are in one tensor, whole on every rank ::
 
     scales    | layers.0: q k v o ... | layers.1: q k v o ... | ...     one float32 per row, matrix, or block
                  ^ bucket.scales is a view
@@ -10,7 +10,8 @@ so that an optimizer step costs one collective, whatever the number of buckets a
 largest absolute values of its rows, and a maximum over ranks makes them whole. Rows are never cut, so with a scale per
 row this amounts to a gather; a matrix, or a block of 128 rows, may be cut, and then it is a maximum of what the ranks
 have of it. Experts, which live on other ranks, have a collective of their own. Scales that are gathered with the data
-(``"mxfp8"``) need none: a bucket's ``scales`` are empty. With ``"nvfp4"``, which has both, they are those of the matrices.
+(``"mxfp8"``) need none: a bucket's ``scales`` are empty. With ``"nvfp4"``, which has both, they are those of the
+matrices.
 
 Shards are quantized again when they have changed, like residents are gathered again: the version of the shard tells.
 """

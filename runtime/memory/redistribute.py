@@ -67,7 +67,8 @@ def note_received(topology: Topology, what: str, name: str, shape: Sequence[int]
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones, ``[*shape, 2]``, which collectives take; return others as they are."""
+    """View complex numbers as pairs of real ones, ``[*shape, 2]``, which collectives take; return others as they
+    are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

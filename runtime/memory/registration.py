@@ -4,9 +4,10 @@ NCCL copies what it sends and receives through buffers of its own, unless the me
 communicator. With registered buffers it needs fewer of the GPU's multiprocessors, and with symmetric ones (the same
 offset on all ranks, NCCL 2.27) it has faster algorithms.
 
-All buffers are allocated at once, in one pool, and the pool is registered once with each communicator, in the same order
-on all ranks: registering a window is a collective, and a pool that grew on one rank only would hang (pytorch#191955).
-Afterwards, the pool is strict about symmetric memory: the same gather uses the same buffer on all ranks.
+All buffers are allocated at once, in one pool, and the pool is registered once with each communicator, in the same
+order on all ranks: registering a window is a collective, and a pool that grew on one rank only would hang
+(pytorch#191955). Afterwards, the pool is strict about symmetric memory: the same gather uses the same buffer on all
+ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What operators compute from parameters at rest, and every rank then holds: norms, sums, products, transposes.
 
-A :class:`ReplicatedTensor` is a DTensor like those that FSDP2's parameters give, so ``full_tensor()`` and ``to_local()``
-exist. Unlike these, it can be combined with ordinary tensors, and then gives an ordinary one: a loss plus a penalty.
+A :class:`ReplicatedTensor` is a DTensor like those that FSDP2's parameters give, so ``full_tensor()`` and
+``to_local()`` exist. Unlike these, it can be combined with ordinary tensors, and then gives an ordinary one: a loss
+plus a penalty.
 
 A :class:`RowView` is a view of a sharded tensor that needs other ranks' rows (``p[0]``, ``p.t()``). It holds no memory:
 reading gathers the tensor, and writing changes the tensor, as with every view.
@@ -194,7 +195,8 @@ def averaging_of(result: Tensor, sources: Sequence[Tensor]) -> Averaging | None:
 
 
 class Step(NamedTuple):
-    """One operator of those that make a view: ``func(tensor, *args, **kwargs)``, of whose results it is number ``number``."""
+    """One operator of those that make a view: ``func(tensor, *args, **kwargs)``, of whose results it is number
+    ``number``."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]

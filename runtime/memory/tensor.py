@@ -64,7 +64,8 @@ class Backing(tuple[Tensor, ...]):
 
 
 class _HooksOfParameters(threading.local):
-    """Whether this thread runs a hook of a parameter: it sees parameters as they are at rest, although in a backward."""
+    """Whether this thread runs a hook of a parameter: it sees parameters as they are at rest, although in a
+    backward."""
 
     run = False
 
@@ -87,8 +88,8 @@ class RowShardedTensor(Dispatched):
     If it has a partition, the mesh dimensions of the partition follow.
 
     ``to_local()`` returns this rank's rows ``[n, *row_shape]``; for parameters, a view of the bucket's flat
-    shard. ``row_dims`` is 1 but for stacks of matrices whose matrices are cut: their rows may be no box of the stack, so
-    that the local tensor has fewer dimensions than the whole one.
+    shard. ``row_dims`` is 1 but for stacks of matrices whose matrices are cut: their rows may be no box of the stack,
+    so that the local tensor has fewer dimensions than the whole one.
     ``full_tensor()`` returns the whole tensor on every rank; all ranks must call it.
     """
 
@@ -228,9 +229,9 @@ class RowShardedTensor(Dispatched):
     def data(self, values: Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:
             raise RuntimeError(
-                f"{self.row_split.name!r} is a shard of a bucket, and keeps its shape and dtype: .data takes values of shape "
-                f"{tuple(self.shape)} and {self.dtype}, got {tuple(values.shape)} and {values.dtype}. Change shapes, such as with "
-                "resize_token_embeddings, and dtypes before the model is sharded."
+                f"{self.row_split.name!r} is a shard of a bucket, and keeps its shape and dtype: .data takes values of "
+                f"shape {tuple(self.shape)} and {self.dtype}, got {tuple(values.shape)} and {values.dtype}. Change "
+                "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
             self.detach().copy_(values)
@@ -344,7 +345,8 @@ class RowShardedTensor(Dispatched):
         """Copy the rows to their own memory, outside of any bucket."""
         if not self.is_leaf:
             raise RuntimeError(
-                f"only leaves of the autograd graph can be deep-copied, not a result computed from {self.row_split.name!r}"
+                "only leaves of the autograd graph can be deep-copied, not a result computed from "
+                f"{self.row_split.name!r}"
             )
         duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.row_split, self.topology)
         if isinstance(self, nn.Parameter):

@@ -18,8 +18,8 @@ __all__ = ["WrittenGradients"]
 class WrittenGradients:
     """What kernels have written for one bucket and one window. Autograd's node of the bucket packs the rest beside it.
 
-    Kernels may write or add. A parameter that is used twice gets memory of its own for the second use, so that both come
-    to the same.
+    Kernels may write or add. A parameter that is used twice gets memory of its own for the second use, so that both
+    come to the same.
 
     Attributes:
         indices: Indices of the parameters that have been written.

@@ -70,7 +70,8 @@ class Membership:
 
     @property
     def folds_experts(self) -> bool:
-        """Whether tensor-parallel ranks of the other parameters divide experts, or share them as data-parallel ranks do."""
+        """Whether tensor-parallel ranks of the other parameters divide experts, or share them as data-parallel ranks
+        do."""
         return self.experts is not None and self.experts.over_tensor_parallel
 
     @property

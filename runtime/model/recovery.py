@@ -150,9 +150,9 @@ def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> 
         watchdog.revive(name)
         return
     warn(
-        f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() cannot "
-        "connect it again: it has other ranks than the model, another backend than gloo, or was closed too often. Replace it "
-        "where the program uses it (torch.distributed.new_group).",
+        f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() "
+        "cannot connect it again: it has other ranks than the model, another backend than gloo, or was closed too "
+        "often. Replace it where the program uses it (torch.distributed.new_group).",
         RuntimeWarning,
         by=ranks[0],
     )

@@ -125,8 +125,8 @@ def extend(
 
     Raises:
         ValueError: The optimizer holds parameters of no sharded model.
-        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled, or that the
-            model ignores.
+        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled, or that
+            the model ignores.
     """
     owners = _owners(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
     if type(optimizer) is torch.optim.Muon:
@@ -214,7 +214,8 @@ def _bound(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Ca
 
 
 def _unbound(method: Any) -> Callable[..., Any]:
-    """Return a function of the optimizer that calls its method, which something may have set on it, as schedulers do."""
+    """Return a function of the optimizer that calls its method, which something may have set on it, as schedulers
+    do."""
     if getattr(method, "__self__", None) is not None:
         function: Callable[..., Any] = method.__func__
         return function
@@ -232,8 +233,8 @@ def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_na
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not all(hasattr(memo.get(id(param)), "mfsdp_home") for param in params):
         raise RuntimeError(
-            f"The {type(optimizer).__name__} steps over whole parameters (whole=True) and is copied without its model. Copy "
-            "both together, the model first: copy.deepcopy((model, optimizer)). To keep its state, copy "
+            f"The {type(optimizer).__name__} steps over whole parameters (whole=True) and is copied without its model. "
+            "Copy both together, the model first: copy.deepcopy((model, optimizer)). To keep its state, copy "
             "optimizer.state_dict()."
         )
     kind, step = type(optimizer), whole_step_of(optimizer)
@@ -258,9 +259,9 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
         raise ValueError("whole=True: torch.optim.Muon steps over whole matrices without it. Leave it out.")
     if isinstance(optimizer, torch.optim.LBFGS) or depends_on_others(optimizer):
         raise ValueError(
-            f"whole=True: what a {name} does to a parameter depends on other parameters, and each rank steps only some of "
-            "them. Leave whole=True out: if it works on DTensors, as LBFGS does, it then gathers what it looks at. Or use an "
-            "optimizer that works on each parameter by itself."
+            f"whole=True: what a {name} does to a parameter depends on other parameters, and each rank steps only some "
+            "of them. Leave whole=True out: if it works on DTensors, as LBFGS does, it then gathers what it looks at. "
+            "Or use an optimizer that works on each parameter by itself."
         )
 
 
@@ -274,8 +275,8 @@ def _owners(optimizer: torch.optim.Optimizer, takes_ignored: bool) -> list[Optim
                 if not takes_ignored:
                     raise NotImplementedError(
                         f"Parameter {name_of(param)!r} is not sharded (ignored_params): each rank has its own, and a "
-                        f"{type(optimizer).__name__} over whole parameters has one of each. Give it to an optimizer of its "
-                        "own."
+                        f"{type(optimizer).__name__} over whole parameters has one of each. Give it to an optimizer of "
+                        "its own."
                     )
                 others += 1
                 continue

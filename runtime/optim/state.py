@@ -321,7 +321,8 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
 def _owned_state(
     optimizer: torch.optim.Optimizer, whole: WholeStep, state: Mapping[Any, dict[str, Any]], param_of: Mapping[Any, Any]
 ) -> dict[Any, dict[str, Any]]:
-    """Return the state of what this rank steps, and empty state of other parameters. A collective if state is sharded."""
+    """Return the state of what this rank steps, and empty state of other parameters. A collective if state is
+    sharded."""
     gathered = {key: compat.tree_map_only(DTensor, _full_tensor, held) for key, held in state.items()}
     missing = [
         param.row_split.name
@@ -330,8 +331,8 @@ def _owned_state(
     ]
     if missing:
         raise ValueError(
-            f"The state dict has no state of {_some(missing)}, which this rank steps (whole=True). State dicts hold what their "
-            "rank stepped: with another number of ranks, save and load with Checkpoints, or with "
+            f"The state dict has no state of {_some(missing)}, which this rank steps (whole=True). State dicts hold "
+            "what their rank stepped: with another number of ranks, save and load with Checkpoints, or with "
             "full_optimizer_state_dict(optimizer, rank=None)."
         )
     return {

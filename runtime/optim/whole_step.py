@@ -1,9 +1,10 @@
 """An optimizer's step over whole parameters, each on one rank.
 
-For optimizers that need whole matrices (Shampoo, SOAP, Adafactor). Each parameter has an owner among the ranks that share
-it; see :func:`.muon.owners`. At each step, rows of the parameter and of its gradient travel there, the optimizer steps over
-ordinary tensors, those that its rank owns, and rows travel back. Work and state are ``1 / ranks`` of one process's.
-Traffic per step and rank: three all-to-alls of ``elements / ranks``, in the dtypes of parameters and gradients.
+For optimizers that need whole matrices (Shampoo, SOAP, Adafactor). Each parameter has an owner among the ranks that
+share it; see :func:`.muon.owners`. At each step, rows of the parameter and of its gradient travel there, the optimizer
+steps over ordinary tensors, those that its rank owns, and rows travel back. Work and state are ``1 / ranks`` of one
+process's. Traffic per step and rank: three all-to-alls of ``elements / ranks``, in the dtypes of parameters and
+gradients.
 
 Between steps, state is found under the sharded parameters, on their owners only: ordinary tensors of any shape, in any
 structure. State dicts hold what their rank owns. A checkpoint, to which every rank adds its own, holds everything, and
@@ -93,7 +94,8 @@ class WholeStep:
         return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
 
     def take_owners(self, other: WholeStep, copy_of: Mapping[RowShardedTensor, RowShardedTensor]) -> None:
-        """Keep the owners of another optimizer, of which this one is a copy: they depend on when it got its parameters."""
+        """Keep the owners of another optimizer, of which this one is a copy: they depend on when it got its
+        parameters."""
         self._owner = {copy_of[param]: other._owner_of(param) for param in copy_of}
 
     def _owner_of(self, param: RowShardedTensor) -> Owner:

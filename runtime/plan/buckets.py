@@ -24,7 +24,8 @@ __all__ = ["BucketPlanner"]
 
 
 class Dtypes(NamedTuple):
-    """Dtypes of parameters that may share a bucket: when the model is sharded, and gathered; and their policy's position."""
+    """Dtypes of parameters that may share a bucket: when the model is sharded, and gathered; and their policy's
+    position."""
 
     model: torch.dtype
     compute: torch.dtype
@@ -42,8 +43,8 @@ class BucketPlanner:
         layout_policy: Limits for bucket layouts. None: the defaults.
         whole: Names of parameters that should each be kept on one rank.
         experts: Which parameters are experts. None: none are.
-        keeps_transposes: Whether the transposed planes of weights in fp8, which some devices need in backward, are made in
-            forward and kept.
+        keeps_transposes: Whether the transposed planes of weights in fp8, which some devices need in backward, are made
+            in forward and kept.
     """
 
     topology: Topology
@@ -55,8 +56,8 @@ class BucketPlanner:
     keeps_transposes: bool = False
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        """Plan the buckets of a unit: one for each policy, dtype, ``requires_grad``, topology and way to be quantized, or more
-        if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
+        """Plan the buckets of a unit: one for each policy, dtype, ``requires_grad``, topology and way to be quantized,
+        or more if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
         groups: dict[tuple[Dtypes, bool, bool, str, str], list[ParamSpec]] = {}
         for param, sites in unit.params:
             shape, whole = tuple(local_shape(param)), any(site.name in self.whole for site in sites)
@@ -123,8 +124,8 @@ class BucketPlanner:
         if not fits:
             raise ValueError(
                 f"param_comm_scaling={scaling!r} scales {block} neighbors in a row together, but rows of "
-                f"{sites[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, which is no "
-                f"multiple of {block}. Leave it out with the filter, or use another scaling."
+                f"{sites[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, "
+                f"which is no multiple of {block}. Leave it out with the filter, or use another scaling."
             )
         return scaling
 
@@ -135,7 +136,8 @@ class BucketPlanner:
         return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
     def _form_of_layers(self, sites: Sequence[Site]) -> str:
-        """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""
+        """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for
+        others."""
         modules, attributes = [site.module for site in sites], [site.attribute for site in sites]
         return compat.transformer_engine.form_of(modules, attributes, self.keeps_transposes)
 

@@ -14,8 +14,8 @@ sum over the tokens of all data-parallel ranks. Divided by the number of *all* d
 every other gradient. (Megatron-FSDP uses the same factor, except for ``average_in_collective``: there it averages over
 the expert's ranks only, which is too large by a factor of the expert-parallel size.)
 
-Where tensor-parallel ranks divide everything else, they hold the same experts, or they divide the experts as data-parallel
-ranks do. Activations are then divided by positions, and each rank sends its own tokens ::
+Where tensor-parallel ranks divide everything else, they hold the same experts, or they divide the experts as
+data-parallel ranks do. Activations are then divided by positions, and each rank sends its own tokens ::
 
     2 data-parallel x 2 tensor-parallel ranks, 4 ways of expert parallelism
 
@@ -278,6 +278,7 @@ def _not_divided(holders: Sequence[Sequence[int]], dividing: Sequence[int]) -> V
     return ValueError(
         f"expt_device_mesh shards experts over the ranks {shown}, but everything else is sharded over "
         f"{sorted(dividing)[:16]}{', ...' if len(dividing) > 16 else ''}: the former must divide the latter into "
-        "equal parts. Of n data-parallel ranks and e-fold expert parallelism a mesh of (n / e, e) ranks, with dp_shard_dim as "
-        "the name of the first dimension, does. Where tensor-parallel ranks divide experts too, n counts them."
+        "equal parts. Of n data-parallel ranks and e-fold expert parallelism a mesh of (n / e, e) ranks, with "
+        "dp_shard_dim as the name of the first dimension, does. Where tensor-parallel ranks divide experts too, n "
+        "counts them."
     )

@@ -70,8 +70,8 @@ def build_topology(
         )
     if (outer_dim is None) != (hybrid_group is None):
         raise ValueError(
-            f"dp_outer_dim and {called.hybrid_group} belong together: the name of the outer mesh dimension and the process "
-            "group of all ranks of the outer and the inner one, for instance "
+            f"dp_outer_dim and {called.hybrid_group} belong together: the name of the outer mesh dimension and the "
+            "process group of all ranks of the outer and the inner one, for instance "
             f"{called.mesh}['outer', 'inner']._flatten().get_group()."
         )
     if mesh is None:
@@ -177,8 +177,8 @@ def tensor_parallel_mesh(
         others = dist.get_process_group_ranks(_dimension(mesh, name, argument, DENSE_ARGUMENTS).get_group())
         if len(both := sorted({*ranks} & {*others})) > 1:
             raise ValueError(
-                f"tp_dim={tp_dim!r} has the ranks {ranks}, and {argument}={name!r} the ranks {others}: {both} cannot share "
-                f"both parameters and data. Flatten into {name!r} only dimensions of ranks with other data."
+                f"tp_dim={tp_dim!r} has the ranks {ranks}, and {argument}={name!r} the ranks {others}: {both} cannot "
+                f"share both parameters and data. Flatten into {name!r} only dimensions of ranks with other data."
             )
     return tensor_parallel
 
@@ -204,16 +204,16 @@ def _check_kinds(
             )
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"{argument} takes a torch.distributed.ProcessGroup, got a {type(group).__name__}. The group of a mesh dimension "
-                "is mesh['name'].get_group()."
+                f"{argument} takes a torch.distributed.ProcessGroup, got a {type(group).__name__}. The group of a mesh "
+                "dimension is mesh['name'].get_group()."
             )
 
 
 def _check_name(name: object, argument: str, called: Arguments) -> None:
     if not isinstance(name, str):
         raise TypeError(
-            f"{argument} takes the name of one dimension of {called.mesh}, got {name!r}. To name several, flatten them into one "
-            f"first: mesh['dp', 'cp']._flatten('dp_cp'), and {argument}='dp_cp'."
+            f"{argument} takes the name of one dimension of {called.mesh}, got {name!r}. To name several, flatten them "
+            f"into one first: mesh['dp', 'cp']._flatten('dp_cp'), and {argument}='dp_cp'."
         )
 
 

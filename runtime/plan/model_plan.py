@@ -144,7 +144,8 @@ class ModelPlan:
         return frozenset(slot.name for bucket in self.buckets if bucket.is_expert for slot in bucket.layout.slots)
 
     def describe(self, check_values: bool) -> list[str]:
-        """Describe what all data-parallel ranks have in common. Experts are described without their names and values."""
+        """Describe what all data-parallel ranks have in common. Experts are described without their names and
+        values."""
         experts = self.expert_names
         params = dict(self.module.named_parameters())
         lines = []
@@ -179,8 +180,9 @@ class ModelPlan:
         with_transposes = compat.transformer_engine.FORMS.keys() - {compat.transformer_engine.MXFP8}
         if planner.keeps_transposes and not any(bucket.form in with_transposes for bucket in quantized):
             warn(
-                "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as they were "
-                "gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, and full sharding).",
+                "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as "
+                "they were gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, "
+                "and full sharding).",
             )
         by_torchao = any(bucket.form == compat.torchao.FORM for bucket in quantized)
         if not asking and not by_torchao:
@@ -192,16 +194,16 @@ class ModelPlan:
         )
         if not topology.gathers_shards:
             raise NotImplementedError(
-                f"{asked} is for shards that are gathered at each use, but the model is sharded as {topology}, where gathered "
-                "parameters stay between uses. Use zero_dp_strategy='optim_grads_params', with "
+                f"{asked} is for shards that are gathered at each use, but the model is sharded as {topology}, where "
+                "gathered parameters stay between uses. Use zero_dp_strategy='optim_grads_params', with "
                 "outer_dp_sharding_strategy='no_shard' if there are outer ranks, or take it out."
             )
         if not quantized:
             raise ValueError(
-                f"param_comm_dtype={asking[0].param_comm_dtype} is given, but no parameter is quantized: by default only "
-                "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8' or "
-                "'nvfp4', if their rows are multiples of 32 or 16). Pass fsdp_unit_modules, or "
-                "param_comm_filter=lambda name, parameter: ..."
+                f"param_comm_dtype={asking[0].param_comm_dtype} is given, but no parameter is quantized: by default "
+                "only matrices in units are, and only parameters of two or three dimensions can be (with "
+                "param_comm_scaling='mxfp8' or 'nvfp4', if their rows are multiples of 32 or 16). Pass "
+                "fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
             if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
@@ -209,8 +211,8 @@ class ModelPlan:
             for slot in bucket.layout.slots:
                 if _is_cut(self.partitions[slot.name], len(slot.shape)):
                     raise NotImplementedError(
-                        f"param_comm_scaling='tensorwise' takes one scale per matrix, but {slot.name!r} is divided over "
-                        "other ranks (tensor parallelism), which know only their part's largest value. Use "
+                        f"param_comm_scaling='tensorwise' takes one scale per matrix, but {slot.name!r} is divided "
+                        "over other ranks (tensor parallelism), which know only their part's largest value. Use "
                         "param_comm_scaling='rowwise', or leave it out with param_comm_filter."
                     )
 
@@ -227,14 +229,15 @@ class ModelPlan:
                 )
             if not planner.topology.gathers_shards:
                 raise NotImplementedError(
-                    f"{what} at each use, but the model is sharded as {planner.topology}, where gathered parameters stay between "
-                    "uses. Use zero_dp_strategy='optim_grads_params', with outer_dp_sharding_strategy='no_shard' if there are "
-                    "outer ranks, or an ordinary parameter."
+                    f"{what} at each use, but the model is sharded as {planner.topology}, where gathered parameters "
+                    "stay between uses. Use zero_dp_strategy='optim_grads_params', with "
+                    "outer_dp_sharding_strategy='no_shard' if there are outer ranks, or an ordinary parameter."
                 )
             if not all(bucket.layout.rows(0, rank) for rank in range(ranks)):
                 raise NotImplementedError(
-                    f"{what}, which needs rows on each rank, but its shape is {slot.shape}, and each of {ranks} ranks gets "
-                    f"{-(-slot.num_rows // ranks)} rows while there are some. Use an ordinary parameter, or fewer ranks (HSDP)."
+                    f"{what}, which needs rows on each rank, but its shape is {slot.shape}, and each of {ranks} ranks "
+                    f"gets {-(-slot.num_rows // ranks)} rows while there are some. Use an ordinary parameter, or fewer "
+                    "ranks (HSDP)."
                 )
 
     def _check_experts(self) -> None:
@@ -250,8 +253,9 @@ class ModelPlan:
                     )
         elif self.experts.is_default and not self.expert_names:
             raise ValueError(
-                "expt_device_mesh is given, but no parameter is an expert: none is in a module called 'experts', or has the "
-                "attribute allreduce=False. Pass is_expert=lambda name, parameter: ..., or leave expt_device_mesh out."
+                "expt_device_mesh is given, but no parameter is an expert: none is in a module called 'experts', or "
+                "has the attribute allreduce=False. Pass is_expert=lambda name, parameter: ..., or leave "
+                "expt_device_mesh out."
             )
 
 
@@ -289,14 +293,15 @@ def divide(
         )
     if unit_modules is None and by_module:
         raise ValueError(
-            "enable_fine_grained_param_gather gathers the modules of a unit one by one, but with fsdp_unit_modules=None "
-            "the whole model is one unit, which is not divided. Pass the classes to shard by, or 'auto'."
+            "enable_fine_grained_param_gather gathers the modules of a unit one by one, but with "
+            "fsdp_unit_modules=None the whole model is one unit, which is not divided. Pass the classes to shard by, "
+            "or 'auto'."
         )
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
         warn(
-            "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once, and "
-            "during a step each rank holds them all, as with DDP. "
+            "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once, "
+            "and during a step each rank holds them all, as with DDP. "
             f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
         )
     classes, groups = resolve_units(module, unit_modules)
@@ -320,7 +325,8 @@ def _check_ignored(module: nn.Module, ignored: Collection[nn.Parameter]) -> None
     own = set(module.parameters())
     if strangers := [param for param in ignored if param not in own]:
         raise ValueError(
-            f"ignored_params contains a parameter of shape {tuple(strangers[0].shape)} that does not belong to the model."
+            f"ignored_params contains a parameter of shape {tuple(strangers[0].shape)} that does not belong to the "
+            "model."
         )
 
 
@@ -380,9 +386,9 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
         own = [param for param in part.parameters(recurse=False) if param not in ignored]
         if isinstance(part, torch.jit.ScriptModule) and own:
             raise NotImplementedError(
-                f"Module {name or 'model'!r} is a torch.jit.ScriptModule: its code reads its parameters itself, and would not find "
-                "what was gathered. Shard the module that it was scripted or traced from, or pass its parameters as "
-                "ignored_params: each rank then trains them alone, unless they are frozen."
+                f"Module {name or 'model'!r} is a torch.jit.ScriptModule: its code reads its parameters itself, and "
+                "would not find what was gathered. Shard the module that it was scripted or traced from, or pass its "
+                "parameters as ignored_params: each rank then trains them alone, unless they are frozen."
             )
     names: dict[int, str] = {}
     for name, param in module.named_parameters():
@@ -396,8 +402,8 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
         if other != name:
             raise ValueError(
                 f"Parameters {other!r} and {name!r} were one before torchao converted their layers: with "
-                "enable_fsdp_float8_all_gather=True it wraps each on its own, and they would be trained apart. Leave one of "
-                "the layers out with module_filter_fn, and tie the weights after the conversion."
+                "enable_fsdp_float8_all_gather=True it wraps each on its own, and they would be trained apart. Leave "
+                "one of the layers out with module_filter_fn, and tie the weights after the conversion."
             )
         if compat.torchao.is_weight(param):
             compat.torchao.check_weight(name, param)

@@ -91,9 +91,10 @@ class Partitioner:
             return Partition(mesh, (Replicate(),), tuple(param.shape), bare=True)
         if self.of_experts:
             raise NotImplementedError(
-                f"Parameter {name!r} is an expert, and marked tensor_model_parallel: tensor parallelism inside of experts is not "
-                "implemented. Divide whole experts among ranks (expt_device_mesh of (n / e, e) ranks), and build them without "
-                "tensor parallelism (expert_tensor_parallel_size=1), or pass experts as DTensors over an ('ep', 'etp') mesh."
+                f"Parameter {name!r} is an expert, and marked tensor_model_parallel: tensor parallelism inside of "
+                "experts is not implemented. Divide whole experts among ranks (expt_device_mesh of (n / e, e) ranks), "
+                "and build them without tensor parallelism (expert_tensor_parallel_size=1), or pass experts as "
+                "DTensors over an ('ep', 'etp') mesh."
             )
         if mesh is None:
             raise ValueError(

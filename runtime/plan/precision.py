@@ -23,8 +23,8 @@ __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument
 class MixedPrecisionPolicy:
     """Dtypes of parameters, gradients, inputs and outputs.
 
-    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded. Complex parameters keep
-    their dtype, and their gradients are summed in it; they are sent as pairs of real numbers, gradients in
+    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded. Complex parameters
+    keep their dtype, and their gradients are summed in it; they are sent as pairs of real numbers, gradients in
     ``grad_comm_dtype``.
 
     Args:
@@ -36,21 +36,21 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
             ``main_grads_dtype`` if given, else the dtype that parameters compute in.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
-            ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs accuracy.
-            Modules get them dequantized, in the dtype that they compute in, so it works with every module. Each
-            rank keeps what it sends beside its shards: one byte per element, or 9/16. Only with
+            ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs
+            accuracy. Modules get them dequantized, in the dtype that they compute in, so it works with every module.
+            Each rank keeps what it sends beside its shards: one byte per element, or 9/16. Only with
             ``zero_dp_strategy="optim_grads_params"``. None: gather in the dtype that parameters compute in.
         param_comm_scaling: What shares a scale in quantized parameters: ``"rowwise"`` a row, ``"tensorwise"`` a matrix,
-            ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row, ``"nvfp4"`` 16 neighbors in a row, with
-            one more scale per matrix.
+            ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row, ``"nvfp4"`` 16 neighbors in a row,
+            with one more scale per matrix.
         param_comm_filter: ``(name, parameter) -> bool``, asked for each parameter of two or three dimensions: whether
             to quantize it. One of three dimensions is a stack of matrices, each with scales of its own. None: quantize
             matrices of units and stacked matrices of experts, but neither embeddings nor parameters outside of units,
             such as the output layer. A tied parameter is asked for once, with its first name.
 
     Raises:
-        ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown or of another dtype, or a scaling or
-            filter is given without ``param_comm_dtype``.
+        ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown or of another dtype, or a
+            scaling or filter is given without ``param_comm_dtype``.
         TypeError: ``param_comm_filter`` is no function.
     """
 
@@ -76,8 +76,8 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "output_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
                 raise ValueError(
-                    f"{name} takes a dtype that modules compute in, of at least 16 bits, got {dtype}. To gather in float8, "
-                    "use param_comm_dtype."
+                    f"{name} takes a dtype that modules compute in, of at least 16 bits, got {dtype}. To gather in "
+                    "float8, use param_comm_dtype."
                 )
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(f"cast_forward_inputs takes True or False, got {self.cast_forward_inputs!r}")
@@ -100,14 +100,14 @@ class MixedPrecisionPolicy:
             self.param_comm_filter is not None or self.param_comm_scaling != "rowwise"
         ):
             raise ValueError(
-                "param_comm_scaling and param_comm_filter say how parameters are quantized, but param_comm_dtype is None, "
-                f"so none is. Give param_comm_dtype={quantize.dtype_of(self.param_comm_scaling)}."
+                "param_comm_scaling and param_comm_filter say how parameters are quantized, but param_comm_dtype is "
+                f"None, so none is. Give param_comm_dtype={quantize.dtype_of(self.param_comm_scaling)}."
             )
         if self.param_comm_dtype not in (None, quantize.dtype_of(self.param_comm_scaling)):
             raise ValueError(
-                f"param_comm_scaling={self.param_comm_scaling!r} is for {quantize.dtype_of(self.param_comm_scaling)}, but "
-                f"param_comm_dtype is {self.param_comm_dtype}. Of the scalings, 'nvfp4' is for {fp4}, and the others are for "
-                f"{quantize.DTYPE}."
+                f"param_comm_scaling={self.param_comm_scaling!r} is for {quantize.dtype_of(self.param_comm_scaling)}, "
+                f"but param_comm_dtype is {self.param_comm_dtype}. Of the scalings, 'nvfp4' is for {fp4}, and the "
+                f"others are for {quantize.DTYPE}."
             )
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
@@ -124,9 +124,9 @@ class MixedPrecisionPolicy:
                 isinstance(chosen, torch.dtype) and chosen in (self.param_dtype, param.dtype)
             ):
                 raise ValueError(
-                    f"param_dtype_override_fn returned {chosen!r} for parameter {name!r}. It returns the dtype that the "
-                    f"parameter has ({param.dtype}), to compute in it, or None for param_dtype ({self.param_dtype}). For "
-                    "another dtype, give the module's class a policy of its own."
+                    f"param_dtype_override_fn returned {chosen!r} for parameter {name!r}. It returns the dtype that "
+                    f"the parameter has ({param.dtype}), to compute in it, or None for param_dtype "
+                    f"({self.param_dtype}). For another dtype, give the module's class a policy of its own."
                 )
             return chosen or self.param_dtype or param.dtype
         return self.param_dtype or param.dtype
@@ -153,7 +153,8 @@ class MixedPrecisionPolicy:
         return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
 
     def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-        """Return this policy with another one's values for fields that are at their defaults, but for ``grad_comm_dtype``."""
+        """Return this policy with another one's values for fields that are at their defaults, but for
+        ``grad_comm_dtype``."""
         plain = MixedPrecisionPolicy()
         left = {name for name, value in vars(self).items() if value == getattr(plain, name)} - {"grad_comm_dtype"}
         return replace(self, **{name: getattr(other, name) for name in left})
@@ -165,7 +166,8 @@ class MixedPrecisionPolicy:
 
     @staticmethod
     def of(value: object, argument: str) -> MixedPrecisionPolicy:
-        """Check the type of a policy, and return it as ours. FSDP2's and Megatron-FSDP's have the same meaning as there.
+        """Check the type of a policy, and return it as ours. FSDP2's and Megatron-FSDP's have the same meaning as
+        there.
 
         Raises:
             TypeError: The value is something else. Policies of torch's first FSDP have other fields.
@@ -185,8 +187,9 @@ class MixedPrecisionPolicy:
             return MixedPrecisionPolicy(**{name: getattr(value, name) for name in _MEGATRONS})
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         hint = (
-            "It has param_dtype (that modules compute in), main_params_dtype (of shards), main_grads_dtype (of sums over "
-            "microbatches), grad_comm_dtype and param_comm_dtype (of gathers). FSDP2's MixedPrecisionPolicy is taken too."
+            "It has param_dtype (that modules compute in), main_params_dtype (of shards), main_grads_dtype (of sums "
+            "over microbatches), grad_comm_dtype and param_comm_dtype (of gathers). FSDP2's MixedPrecisionPolicy is "
+            "taken too."
         )
         if kind.startswith("torch.distributed.fsdp."):
             hint = (
@@ -223,7 +226,8 @@ class Policies:
 
     Args:
         default: Policy of everything that has none of its own.
-        own: Policies of modules, which are not kept alive, and of modules of classes, given as in ``fsdp_unit_modules``.
+        own: Policies of modules, which are not kept alive, and of modules of classes, given as in
+            ``fsdp_unit_modules``.
     """
 
     default: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -242,8 +246,8 @@ class Policies:
             is_class = isinstance(key, type) and issubclass(key, nn.Module)
             if not (key is None or isinstance(key, (str, nn.Module)) or is_class):
                 raise TypeError(
-                    f"{argument} maps modules, or classes of modules (or their names, or import paths), to policies, and None "
-                    f"to the policy of everything else; got the key {key!r}"
+                    f"{argument} maps modules, or classes of modules (or their names, or import paths), to policies, "
+                    f"and None to the policy of everything else; got the key {key!r}"
                 )
         policies = {key: MixedPrecisionPolicy.of(policy, f"{argument}[{_key(key)}]") for key, policy in value.items()}
         default = policies.pop(None, MixedPrecisionPolicy())

@@ -23,8 +23,8 @@ __all__ = ["PrecisionPlan"]
 class PrecisionPlan:
     """Which policy applies where.
 
-    A module with a policy of its own, or of a class with one, has that policy; other units and the model have the default. A parameter
-    has the policy of the innermost such module around it. These modules are also those that cast.
+    A module with a policy of its own, or of a class with one, has that policy; other units and the model have the
+    default. A parameter has the policy of the innermost such module around it. These modules are also those that cast.
 
     Args:
         policies: The model's policies.
@@ -52,7 +52,8 @@ class PrecisionPlan:
             units: Other modules that are units, or parts of one.
 
         Raises:
-            ValueError: No module of the model is of a class that has a policy, or a module that has one is not part of it.
+            ValueError: No module of the model is of a class that has a policy, or a module that has one is not part of
+                it.
         """
         keys = [key() if isinstance(key, ModuleRef) else key for key, _ in policies.own]
         inside = set(model.modules())
@@ -87,9 +88,9 @@ class PrecisionPlan:
         for site, position in others:
             if self.policy_at(position) != self.policy_at(first[1]):
                 raise ValueError(
-                    f"Parameter {first[0].name!r} is also {site.name!r}, and mixed_precision_policy has different policies "
-                    f"for the two: {self.policy_at(first[1])}, and {self.policy_at(position)}. A tied parameter is gathered "
-                    "in one dtype: give both modules the same policy, or untie them."
+                    f"Parameter {first[0].name!r} is also {site.name!r}, and mixed_precision_policy has different "
+                    f"policies for the two: {self.policy_at(first[1])}, and {self.policy_at(position)}. A tied "
+                    "parameter is gathered in one dtype: give both modules the same policy, or untie them."
                 )
         return first[1]
 

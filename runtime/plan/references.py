@@ -32,7 +32,8 @@ __all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_
 
 
 def tie_again(model: nn.Module) -> None:
-    """Put sharded parameters in the places of those that they have replaced when a part of the model was sharded alone."""
+    """Put sharded parameters in the places of those that they have replaced when a part of the model was sharded
+    alone."""
     for module in model.modules():
         for name, param in module._parameters.items():
             if isinstance(param, ReplacedParameter) and is_homeless(successor := vars(param)[_SUCCESSOR]()):
@@ -65,8 +66,8 @@ def check_references(model: nn.Module) -> None:
         for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
             if getattr(hook, "__module__", None) == "torch.autograd.graph":
                 raise ValueError(
-                    f"Parameter {name!r} has a hook of torch.autograd.graph.register_multi_grad_hook, which waits for the "
-                    "unsharded parameter. Register it after fully_shard_model, with the parameters of then."
+                    f"Parameter {name!r} has a hook of torch.autograd.graph.register_multi_grad_hook, which waits for "
+                    "the unsharded parameter. Register it after fully_shard_model, with the parameters of then."
                 )
 
 
@@ -159,8 +160,8 @@ def _check_memory(model: nn.Module) -> None:
 def _shared_memory(param: _MemoryRange, other: _MemoryRange) -> str:
     if other.is_param:
         return (
-            f"The model's {param.what} and {other.what} share memory without being the same nn.Parameter: sharding would untie "
-            "them. Assign the same nn.Parameter in both places, or compute one from the other in forward."
+            f"The model's {param.what} and {other.what} share memory without being the same nn.Parameter: sharding "
+            "would untie them. Assign the same nn.Parameter in both places, or compute one from the other in forward."
         )
     return (
         f"The model's {other.what} is a view of {param.what}: after sharding it would keep today's values. Make it a "

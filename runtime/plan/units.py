@@ -1,9 +1,9 @@
 """Units: which modules are gathered and released together, and which unit each parameter belongs to.
 
-A unit is an instance of a class in ``fsdp_unit_modules``, a module given there, or a list of modules. A parameter belongs to the innermost unit around all the
-places that hold it. Parameters in no unit belong to the root, in up to three parts: parameters before, among and after
-the units (in a language model: embedding, nothing, norm and head). A single root unit would keep the embedding gathered
-until the head has run.
+A unit is an instance of a class in ``fsdp_unit_modules``, a module given there, or a list of modules. A parameter
+belongs to the innermost unit around all the places that hold it. Parameters in no unit belong to the root, in up to
+three parts: parameters before, among and after the units (in a language model: embedding, nothing, norm and head). A
+single root unit would keep the embedding gathered until the head has run.
 
 Small units can be joined (:func:`join`): on many ranks, a message must be large to be worth its latency.
 """

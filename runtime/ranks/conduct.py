@@ -121,7 +121,8 @@ class Conduct:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what runs is captured in a CUDA graph, also by the program itself: no value may be read on the host."""
+        """Whether what runs is captured in a CUDA graph, also by the program itself: no value may be read on the
+        host."""
         on_gpu = torch.cuda.is_initialized()
         return self.captures or (on_gpu and torch.cuda.is_current_stream_capturing())
 

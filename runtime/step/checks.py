@@ -137,9 +137,9 @@ def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], w
     if names:
         rank = next(r for r, its in zip(ranks, everyone, strict=True) if its.get(names[0]) != everyone[0][names[0]])
         warn(
-            f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on with its "
-            "own, and checkpoints have the first rank's. If they should be equal, as running statistics mostly should: "
-            "torch.nn.SyncBatchNorm, or broadcast them.",
+            f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on "
+            "with its own, and checkpoints have the first rank's. If they should be equal, as running statistics "
+            "mostly should: torch.nn.SyncBatchNorm, or broadcast them.",
             RuntimeWarning,
             by=ranks[0],
         )

@@ -49,9 +49,9 @@ class SyncSettings:
         if self.contradiction is not None:
             waiting, reducing = (f"{name!r}" if name else "the model's own" for name in self.contradiction)
             raise RuntimeError(
-                f"Gradients of {reducing} parameters are to be reduced in this backward, and those of {waiting} are not "
-                "(set_requires_gradient_sync or set_requires_all_reduce): it is one setting for the model. Call the method "
-                "on the model, or with the same value on all of its modules."
+                f"Gradients of {reducing} parameters are to be reduced in this backward, and those of {waiting} are "
+                "not (set_requires_gradient_sync or set_requires_all_reduce): it is one setting for the model. Call "
+                "the method on the model, or with the same value on all of its modules."
             )
         return self.automatic if self.last_microbatch is None else self.last_microbatch
 

@@ -1,9 +1,9 @@
 """Notifications from compiled graphs as they begin, and the models that receive them.
 
-Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule, used)``. The text is part of the compiled
-code, but the code does not say whose buckets the graph runs with: Dynamo runs one graph for many instances of a module,
-and a compile cache serves many models. Therefore, whoever runs a graph registers the run first, on the same thread: the
-backend before a forward, a hook on the autograd node before a backward.
+Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule, used)``. The text is part of the
+compiled code, but the code does not say whose buckets the graph runs with: Dynamo runs one graph for many instances of
+a module, and a compile cache serves many models. Therefore, whoever runs a graph registers the run first, on the same
+thread: the backend before a forward, a hook on the autograd node before a backward.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class GraphRun:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True is not supported for the backward of compiled code, which cannot be differentiated again. "
-                "Run the forward of this loss eagerly (with torch.compiler.set_stance('force_eager'): ...): gradients of "
-                "inputs, as in a gradient penalty, are differentiated there. Or compute the gradient inside the forward."
+                "create_graph=True is not supported for the backward of compiled code, which cannot be differentiated "
+                "again. Run the forward of this loss eagerly (with torch.compiler.set_stance('force_eager'): ...): "
+                "gradients of inputs, as in a gradient penalty, are differentiated there. Or compute the gradient "
+                "inside the forward."
             )
         compat.allow_another_backward()
         self._given = [gradients[number] is not None for number in numbers]

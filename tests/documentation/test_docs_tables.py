@@ -19,8 +19,8 @@ from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.fsdp2.module import REFUSED
 from mfsdp_compile.integrations.deepspeed import KEYS, ZERO_KEYS
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.sharding_arguments import Arguments
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -32,10 +32,10 @@ from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.verify import breaches
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
 

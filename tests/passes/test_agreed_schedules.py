@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes.decisions import Decisions, gather_by_policy
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver import across_ranks
-from mfsdp_compile.passes.solver.solve import BudgetError
+from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.decisions import Decisions, gather_by_policy
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 WIDTH = 64
 SECONDS = 15.0
@@ -412,7 +412,7 @@ def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
             hits, misses, again = start()
             assert (hits, misses) == (3, 0)
             assert again == first
-            policy = mfsdp_compile.passes.policy.SchedulePolicy(prefetch=0)
+            policy = mfsdp_compile.runtime.schedule.policy.SchedulePolicy(prefetch=0)
             late = {number: gather_by_policy(policy, 1) for number in range(5)}
             other = Decisions(gathers=dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE), late))
             hits, misses, others = start(other)

@@ -24,10 +24,10 @@ from mfsdp_compile.backend.checks import check_float32_gradients
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import float32_gradients, pipeline, roles
 from mfsdp_compile.passes.context import BucketInfo, Context, Report
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

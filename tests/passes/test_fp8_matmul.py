@@ -24,11 +24,11 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.fp8_matmul import _gains
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import quantize_over
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CONFIG = LlamaConfig(vocabulary=48, width=32, layers=3, heads=4, kv_heads=2, hidden=48)

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.passes import drop_unread, pipeline, reduce, reshard, roles, schedule
 from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, phase_of, role_of, set_phase
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract
@@ -26,6 +24,8 @@ from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.geometry.topology import Group, Topology
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WIDTH = 8

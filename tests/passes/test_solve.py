@@ -23,17 +23,13 @@ from torch import nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, Why
-from mfsdp_compile.passes.phase import Phase
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import grouped
-from mfsdp_compile.passes.solver.reasons import explained
+from mfsdp_compile.passes.solver.reasons import BudgetError, explained
 from mfsdp_compile.passes.solver.simulate import (
     Compute,
     OptimizerCost,
@@ -44,9 +40,13 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution, solve
+from mfsdp_compile.passes.solver.solve import Solution, solve
 from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.schedule import decisions as deciding
+from mfsdp_compile.runtime.schedule.decisions import Ahead, Decisions, Limit, Why
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 ADAMW = OptimizerCost()

@@ -37,11 +37,11 @@ from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Context, Report
 from mfsdp_compile.passes.listing import collectives
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.analysis import tensor_of
 from mfsdp_compile.passes.verifier.rules import RULES
 from mfsdp_compile.passes.verifier.verify import breaches
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 EXAMPLES = 8
 """Mutants of each kind."""

@@ -25,9 +25,7 @@ from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
@@ -44,6 +42,8 @@ from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

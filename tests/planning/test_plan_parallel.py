@@ -21,7 +21,6 @@ from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, Planned, on_ranks
@@ -31,6 +30,7 @@ from mfsdp_compile.planning.trace_model import Trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_llama
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

@@ -21,7 +21,6 @@ import torch
 
 from mfsdp_compile.metrics import StepRecord
 from mfsdp_compile.passes.context import BucketInfo, Context
-from mfsdp_compile.passes.policy import SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category, Collective
 from mfsdp_compile.passes.solver.hardware import hardware
@@ -61,6 +60,7 @@ from mfsdp_compile.report.numbers import change_text
 from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 MIB = 1 << 20
 REASON = "limited by memory budget (needs 0.6 GiB)"

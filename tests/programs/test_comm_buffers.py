@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.exchange import Buffers
 from mfsdp_compile.runtime.memory.allocation import Allocator
 from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, BufferPool, assign_buffers
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 DOUBLE = {"fsdp_double_buffer": True}
 LARGEST = {"maxpool_double_buffer": True}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 
 def hf_llama() -> nn.Module:

@@ -6,8 +6,8 @@ Each is computed in the first of these ways that can:
     elementwise   on each rank's rows, without communication; optimizers consist of these. If the rows of two tensors
                   of one shape are on different ranks, those of one tensor move first, by one all-to-all
     random        draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
-    row by row    what computes each row from itself (sums of rows, a column, a product with a matrix): on each rank's rows
-    whole         everything else: gathers the tensors, and computes a replicated tensor on every rank. A view is
+    row by row    what computes each row from itself (sums of rows, a column, a product with a matrix): on each rank's
+    rows whole         everything else: gathers the tensors, and computes a replicated tensor on every rank. A view is
                   gathered when it is read, and writes to it reach the rows
 
 Whatever communicates must be called on all ranks.

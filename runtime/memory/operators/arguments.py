@@ -85,8 +85,8 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
         f"{what}. Between steps a parameter is this rank's shard. Ordinary tensors can be combined with it element by "
         "element. Anything else is computed with distribute_tensor(tensor, parameter.device_mesh, [Replicate()]), or "
         "with parameter.full_tensor() (collectives: call them on all ranks). Inside the forward of the module that "
-        "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it there too if it "
-        "runs in a module's forward."
+        "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it "
+        "there too if it runs in a module's forward."
     )
 
 
@@ -103,9 +103,9 @@ def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
     """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own."""
     if not isinstance(value, DTensor) and tensors_are_own():
         raise RuntimeError(
-            f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary tensor "
-            f"of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different ranks. "
-            "Read module.parameter instead, which is the whole tensor in backward. What is the same on every rank can be "
-            "a Python number, or distribute_tensor(tensor, parameter.device_mesh, [Replicate()]); masks can also be applied "
-            "in a hook of the parameter (parameter.register_hook), or between steps."
+            f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary "
+            f"tensor of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different "
+            "ranks. Read module.parameter instead, which is the whole tensor in backward. What is the same on every "
+            "rank can be a Python number, or distribute_tensor(tensor, parameter.device_mesh, [Replicate()]); masks "
+            "can also be applied in a hook of the parameter (parameter.register_hook), or between steps."
         )

@@ -95,7 +95,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_masked(tensor: Any, indices: Sequence[Any], values: Tensor) -> bool:
-    """Whether ``tensor[indices] = values`` sets what a sharded boolean mask selects, or whole rows of it, to one value."""
+    """Whether ``tensor[indices] = values`` sets what a sharded boolean mask selects, or whole rows of it, to one
+    value."""
     return (
         isinstance(tensor, RowShardedTensor)
         and len(indices) == 1
@@ -188,7 +189,8 @@ def is_list_of_tensors(value: Any) -> bool:
 
 
 def _references(leaves: Sequence[RowShardedTensor], lists: Sequence[Any], writes: Container[int]) -> list[Any]:
-    """Return the tensor whose rows decide: of several, one that is written to or else the largest; one per list item."""
+    """Return the tensor whose rows decide: of several, one that is written to or else the largest; one per list
+    item."""
     if not lists:
         written = [leaf for leaf in leaves if id(leaf) in writes]
         return [max(written or leaves, key=Tensor.numel)]

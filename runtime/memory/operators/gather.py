@@ -74,7 +74,8 @@ def _own_rows(tensor: RowShardedTensor) -> Tensor:
 
 
 def _dtensor(tensor: DTensor, what: Any) -> Whole:
-    """Gather a DTensor of torch's. It may have the placements of a parameter at rest, and rows where torch puts them."""
+    """Gather a DTensor of torch's. It may have the placements of a parameter at rest, and rows where torch puts
+    them."""
     placements, mesh = tensor.placements, tensor.device_mesh
     uneven = [dim for dim, p in enumerate(placements) if isinstance(p, compat.RowShard) and mesh.size(dim) > 1]
     if not uneven:

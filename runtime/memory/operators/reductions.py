@@ -82,7 +82,8 @@ class _Reduced:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that ranks' sums are added in: sums of many squares exceed float16 though their norm does not."""
+    """Return the dtype that ranks' sums are added in: sums of many squares exceed float16 though their norm does
+    not."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 

@@ -81,8 +81,8 @@ def _same_place(func: Any) -> bool:
 def _makes_ordinary(tensor: Tensor, beside_rows: bool) -> bool:
     """Whether the result of an operator with this ordinary tensor is one, too; not for numbers, as in torch's DTensors.
 
-    Torch's numbers are tensors of one element. Beside results that every rank holds, they have no dimensions: the losses
-    of a batch of one are not to be something else than those of a batch of two.
+    Torch's numbers are tensors of one element. Beside results that every rank holds, they have no dimensions: the
+    losses of a batch of one are not to be something else than those of a batch of two.
     """
     has_values = tensor.is_floating_point() or tensor.is_complex()  # and is no index or mask
     is_number = tensor.numel() == 1 if beside_rows else tensor.ndim == 0
@@ -99,8 +99,8 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
     for tensor in writes:
         if isinstance(tensor, ReplicatedTensor) and not isinstance(tensor, RowView) and tensor.view_of:
             raise RuntimeError(
-                f"{func} would write to values of a view of the sharded parameter {tensor.view_of!r}, and not reach it, because "
-                "autograd records. Write to views of parameters under torch.no_grad()."
+                f"{func} would write to values of a view of the sharded parameter {tensor.view_of!r}, and not reach "
+                "it, because autograd records. Write to views of parameters under torch.no_grad()."
             )
     ordinary = [tensor for tensor in leaves_of(args, kwargs) if not isinstance(tensor, DTensor)]
     if ordinary and (spread or writes) and all(isinstance(tensor, DTensor) for tensor in writes):
@@ -108,9 +108,9 @@ def _check(func: Any, args: Any, kwargs: Any, spread: Sequence[Tensor], writes: 
             refuse_own_values(func, ordinary[0], _base(spread[0]))  # type: ignore[arg-type]
         elif tensors_are_own():
             raise RuntimeError(
-                f"{func} in backward writes values of an ordinary tensor of shape {tuple(ordinary[0].shape)}, which is this "
-                "rank's own, to a result that is the same on every rank, such as a norm of a parameter. Write to a copy of "
-                "it (result.full_tensor().clone()), or compute another result."
+                f"{func} in backward writes values of an ordinary tensor of shape {tuple(ordinary[0].shape)}, which is "
+                "this rank's own, to a result that is the same on every rank, such as a norm of a parameter. Write to "
+                "a copy of it (result.full_tensor().clone()), or compute another result."
             )
     if spread and not is_elementwise(func) and func not in _TAKE_VALUES:
         for tensor in ordinary:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated, collectives
-from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 MODULE = {"enable_fine_grained_param_gather": True}
 PARAMETER = {"disable_bucketing": True}

@@ -30,10 +30,10 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.hardware import Link, hardware
 from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 OFFLOADED: dict[str, Any] = {"activation_offload": True, "activation_offload_least": 1}
 MODELS = [zoo.Plain, zoo.Checkpointed, zoo.Uneven, zoo.Tied, zoo.FrozenParameters, zoo.Unused]
