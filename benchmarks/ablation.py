@@ -254,7 +254,8 @@ def rows(setting: Setting) -> Iterator[tuple[str, str]]:
             mfu = 3 * traced.forward_flops / timeline.seconds / machine.flops_of("bfloat16")
             yield (
                 (
-                    f"{start} {timeline.seconds:8.3f} {timeline.compute_seconds:8.3f} {sent:8.3f} {way.exposed * 1e3:9.1f} "
+                    f"{start} {timeline.seconds:8.3f} {timeline.compute_seconds:8.3f} {sent:8.3f} "
+                    f"{way.exposed * 1e3:9.1f} "
                     f"{way.exposed / timeline.seconds:7.2%} {way.needed / GIB:6.1f} {mfu:6.1%}"
                 ),
                 "",
@@ -287,7 +288,8 @@ def host_rows(setting: Setting) -> Iterator[str]:
 
 def lines() -> Iterator[str]:
     yield (
-        f"  {'network':9} {'schedule':11} {'step, s':>8} {'compute':>8} {'sent, s':>8} {'exposed':>9} {'':7} {'GiB':>6} "
+        f"  {'network':9} {'schedule':11} {'step, s':>8} {'compute':>8} {'sent, s':>8} {'exposed':>9} {'':7} "
+        f"{'GiB':>6} "
         f"{'MFU':>6}"
     )
     yield "  exposed in milliseconds and in percent of the step; sent is how long all collectives take"

@@ -1,13 +1,15 @@
-"""Loss curves of the demo's model on the demo's text, in bfloat16, with gathers in float8 and float4, and matrix products in
-float8.
+"""Loss curves of the demo's model on the demo's text, in bfloat16, with gathers in float8 and float4, and matrix
+products in float8.
 
-    torchrun --nproc-per-node 2 benchmarks/fp8_curves.py [--steps 300] [--lr 2e-3] [--seeds 4] [--only NAME ...] [--write FILE]
+    torchrun --nproc-per-node 2 benchmarks/fp8_curves.py [--steps 300] [--lr 2e-3] [--seeds 4] [--only NAME ...] \\
+        [--write FILE]
 
 For each seed, all runs have the same initial weights, batches and optimizer, and go through torch.compile. One run is
 bfloat16 with initial weights that were moved by a relative 1e-3: it shows how far apart two runs are that differ by
-rounding. Two runs emulate quantized reductions, which the product does not have: each rank's packed gradients are rounded
-to float8 or int8 in blocks of 128, and then reduced in float32, as ranks would that exchange quantized gradients and add
-them up themselves. The result of a run is the mean loss of its last 20 steps; runs are compared seed by seed with bfloat16.
+rounding. Two runs emulate quantized reductions, which the product does not have: each rank's packed gradients are
+rounded to float8 or int8 in blocks of 128, and then reduced in float32, as ranks would that exchange quantized
+gradients and add them up themselves. The result of a run is the mean loss of its last 20 steps; runs are compared seed
+by seed with bfloat16.
 """
 
 from __future__ import annotations

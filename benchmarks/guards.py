@@ -86,7 +86,8 @@ def show(config: Config, results: dict[str, Any]) -> None:
         result["ratio"] = median(ratios)
         times = [median(result[kind]) * 1e3 for kind in ("with", "without")]
         print(
-            f"{name:18} {times[0]:10.2f} {times[1]:12.2f} {result['ratio']:8.4f} {median(result['inside']) * 100:18.2f} %"
+            f"{name:18} {times[0]:10.2f} {times[1]:12.2f} {result['ratio']:8.4f} "
+            f"{median(result['inside']) * 100:18.2f} %"
         )
 
 

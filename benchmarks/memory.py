@@ -1,7 +1,7 @@
 """Bytes per rank: what stays between steps, and the peak within one, for the same systems as ``step_time.py``.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --simulate 64     # what rank 0 of 64 holds; without what collectives allocate themselves
+    python benchmarks/memory.py --simulate 64  # what rank 0 of 64 holds; without what collectives allocate themselves
 
 At rest: the storages of parameters, gradients (before they are cleared) and optimizer state. Peak: the most bytes
 allocated at one time during a step, beyond what is at rest before it. Torch's allocator counts them on CUDA, its
@@ -80,7 +80,8 @@ def _peak(system: System, tokens: Tensor, targets: Tensor, device: torch.device)
 def show(config: Config, results: dict[str, Any]) -> None:
     label = "simulated, " if config.simulate else ""
     print(
-        f"\n{'system':26} {'parameters':>12} {'gradients':>12} {'optimizer':>12} {'peak beyond':>12}   MiB, {label}rank 0"
+        f"\n{'system':26} {'parameters':>12} {'gradients':>12} {'optimizer':>12} {'peak beyond':>12}"
+        f"   MiB, {label}rank 0"
     )
     for name, result in rows(results):
         columns = (result[key] / (1 << 20) for key in ("parameters", "gradients", "optimizer", "peak"))

@@ -4,8 +4,8 @@
 
 A figure is in the first table if its source states what a prediction needs: model, GPUs, ranks, batch, length,
 checkpointing, and whether the model was compiled. The second table has figures whose source leaves one of these open,
-mostly the network. An assumption fills the gap there. Hardware files and the cost model are those of the package. Where a
-source states that its machine differs from the file (memory, network, power), the stated number replaces the file's.
+mostly the network. An assumption fills the gap there. Hardware files and the cost model are those of the package. Where
+a source states that its machine differs from the file (memory, network, power), the stated number replaces the file's.
 
 Every second row of the first table, from the first on, was used to fit ``sustained_clock`` of hardware
 files. The others were held out, and show what predictions are worth. Nothing was fitted to the second table.
@@ -171,7 +171,8 @@ STATED = (
     ),
     Source(
         "torchtitan #1881",
-        "github.com/pytorch/torchtitan/pull/1881; settings: train_configs/llama3_8b.toml at d9bdfbb; 43.12% of the memory are "
+        "github.com/pytorch/torchtitan/pull/1881; settings: train_configs/llama3_8b.toml at d9bdfbb; 43.12% of the "
+        "memory are "
         "40.96 GiB, so that it is the 96 GB machine",
         "adamw",
         FLOAT32,
@@ -226,7 +227,8 @@ STATED = (
 ASSUMED = (
     Source(
         "FSDP paper, 2023",
-        "arxiv.org/abs/2304.11277, minGPT-175B on A100 80 GB: 173 and 186 TFLOP/s per GPU at batch 1 and 2, alike from 128 to 512 "
+        "arxiv.org/abs/2304.11277, minGPT-175B on A100 80 GB: 173 and 186 TFLOP/s per GPU at batch 1 and 2, alike "
+        "from 128 to 512 "
         "GPUs",
         "adamw-foreach",
         BFLOAT16,
@@ -242,7 +244,8 @@ ASSUMED = (
     ),
     Source(
         "DeepCompile charts",
-        "github.com/deepspeedai/DeepSpeedExamples, benchmarks/deepcompile, and arxiv.org/abs/2504.09983: FSDP of torch 2.6 through "
+        "github.com/deepspeedai/DeepSpeedExamples, benchmarks/deepcompile, and arxiv.org/abs/2504.09983: FSDP of "
+        "torch 2.6 through "
         "accelerate, read off charts",
         "adamw-foreach",
         BFLOAT16,
@@ -255,7 +258,8 @@ ASSUMED = (
     ),
     Source(
         "YaFSDP, 2024",
-        "github.com/yandex/YaFSDP, README.md, column FSDP, rows without activation checkpointing; seconds per step converted",
+        "github.com/yandex/YaFSDP, README.md, column FSDP, rows without activation checkpointing; seconds per step "
+        "converted",
         "adamw-foreach",
         BFLOAT16,
         tuple(
@@ -357,7 +361,8 @@ def table(sources: Sequence[Source], halves: bool = False) -> Iterator[str]:
             half = ("fitted  " if is_fitted(len(errors) - 1) else "held out") if halves else ""
             yield (
                 f"{figure.model:11} {gpus:>14} {f'{figure.batch} x {figure.length}':>8} {figure.checkpoint:9} "
-                f"{'compiled' if figure.compiled else 'eager':8} {figure.tokens:7,.0f} {tokens:9,.0f} {errors[-1]:+7.1%} "
+                f"{'compiled' if figure.compiled else 'eager':8} {figure.tokens:7,.0f} {tokens:9,.0f} "
+                f"{errors[-1]:+7.1%} "
                 f"{serial:7,.0f} {memory}  {half}  {figure.note}"
             ).rstrip()
         yield ""

@@ -87,8 +87,8 @@ def arenas() -> Iterator[Arenas]:
 def peaks(function: Callable[[], Any], offloads: bool) -> dict[str, int]:
     """Return the most bytes of each arena that are allocated at one time beyond what was before, of an offloaded model.
 
-    Everything that ``on_host`` runs, and what the package does in host memory, is the host's. Needs a fake process group,
-    like :func:`mfsdp_compile.diagnostics.measure.allocated`.
+    Everything that ``on_host`` runs, and what the package does in host memory, is the host's. Needs a fake process
+    group, like :func:`mfsdp_compile.diagnostics.measure.allocated`.
     """
     patches = contextlib.ExitStack()
     if offloads:

@@ -5,8 +5,10 @@ import gc
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +34,17 @@ os.environ.setdefault("MFSDP_VERIFY", "each")  # test processes inherit this env
 
 import torch
 import torch.distributed as dist
-from pool import Pools, cpu_seconds
+from pool import FOLDERS, Pools, cpu_seconds
 
+sys.path += [folder for folder in FOLDERS if folder not in sys.path]  # tests import from those of other folders
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 settings.load_profile("default")
 
 
-LONG = Path(__file__).with_name("long.txt")
-"""Tests that only ``make long`` runs, in addition to those marked ``long``: functions, or functions with parameters.
-
-They take minutes in all. Shorter tests show the same on fewer strategies, models or ranks.
-"""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long = set(LONG.read_text(encoding="utf-8").splitlines())
-    found: set[str] = set()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        names = {name, name.partition("[")[0]} & long
-        if names:
-            item.add_marker(pytest.mark.long)
-            found |= names
-    is_whole = not any("::" in given for given in config.args)
-    whole = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items if is_whole}
-    if stale := {name for name in long - found if name.partition("::")[0] in whole}:
-        raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
+    _mark_long(items, is_whole=not any("::" in given for given in config.args))
     files = {item.path for item in items if _alone(item) and item.get_closest_marker("slow")}
     for item in items:
         # With --dist loadgroup, what the tests of a file share (traced models, fixtures) is created once.
@@ -67,6 +52,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _turn(item, files))
+
+
+def _mark_long(items: list[pytest.Item], is_whole: bool) -> None:
+    """Mark combinations of parameters as ``long``, where tests are marked ``long_if`` or ``long_unless``.
+
+    These marks have patterns of a test's id, as in brackets. A pattern that matches nothing is an error.
+    """
+    unmatched = dict[tuple[str, str], bool]()
+    for item in items:
+        for mark in (mark for name in ("long_if", "long_unless") for mark in item.iter_markers(name)):
+            matches = {pattern: fnmatchcase(item.callspec.id, pattern) for pattern in mark.args}  # type: ignore[attr-defined]
+            if any(matches.values()) == (mark.name == "long_if"):
+                item.add_marker(pytest.mark.long)
+            for pattern, is_match in matches.items():
+                key = (item.nodeid.partition("[")[0], pattern)
+                unmatched[key] = unmatched.get(key, True) and not is_match
+    if is_whole and (stale := [f"{test}: {pattern}" for (test, pattern), left in unmatched.items() if left]):
+        raise pytest.UsageError(f"patterns of long_if and long_unless that match no parameters: {stale}")
 
 
 def _alone(item: pytest.Item) -> bool:

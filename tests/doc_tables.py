@@ -68,7 +68,7 @@ def rows_of(docs: Path, name: str) -> list[list[str]]:
     found = re.findall(_region(name), docs.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(found) == 1, f"{docs} has {len(found)} tables {name!r}, from <!-- table: {name} --> to <!-- end -->"
     assert "<!--" not in found[0][1], f"{docs}: table {name!r} does not end before another one begins"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[0][1].splitlines()[2:]]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in found[0][1].splitlines()[2:]]
 
 
 def _with_table(text: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -2,19 +2,20 @@
 
 An HTML comment in front of a block, which readers do not see, says how:
 
-    <!-- setup -->                  what the page's blocks begin with; it is run in front of each block that is "after the
-                                    set-up": the last one above it
-    <!-- run: on 2 ranks -->        on so many real ranks (gloo), whose process group exists already
-    <!-- run: program on 2 ranks -->   a whole program, which ``make long`` also runs unchanged, started by torchrun
-    <!-- run: as one of 8 ranks --> in this process, as the first of so many ranks, of which the others are fake
-    <!-- run: without a process group -->
-    <!-- run: on 2 ranks, after the set-up -->   also with the others
-    <!-- run: shell NAME -->        commands, one after the other, in a folder that NAME of :data:`FOLDERS` has filled
-    <!-- goes on -->                continues the block before, with its names; commands run in its folder
-    <!-- prints -->                 the output of the block before; ``...`` stands for anything
-    <!-- check: commands -->        commands that are not run, but must exist with their options
-    <!-- check: schedule -->        a schedule file
-    <!-- not run: REASON -->        REASON is in :data:`NOT_RUN`; Python is compiled
+    <!-- setup -->                  what the page's blocks begin with; it is run in front of each block that is "after
+                                    the set-up": the last one above it <!-- run: on 2 ranks -->        on so many real
+                                    ranks (gloo), whose process group exists already <!-- run: program on 2 ranks -->
+                                    a whole program, which ``make long`` also runs unchanged, started by torchrun <!--
+                                    run: as one of 8 ranks --> in this process, as the first of so many ranks, of which
+                                    the others are fake <!-- run: without a process group --> <!-- run: on 2 ranks,
+                                    after the set-up -->   also with the others <!-- run: shell NAME -->
+                                    commands, one after the other, in a folder that NAME of :data:`FOLDERS` has filled
+                                    <!-- goes on -->                continues the block before, with its names; commands
+                                    run in its folder <!-- prints -->                 the output of the block before;
+                                    ``...`` stands for anything <!-- check: commands -->        commands that are not
+                                    run, but must exist with their options <!-- check: schedule -->        a schedule
+                                    file <!-- not run: REASON -->        REASON is in :data:`NOT_RUN`; Python is
+                                    compiled
 
 ``run`` and ``prints`` may end in ``, long``, which leaves them to ``make long``. What is run is what readers see: a
 set-up and a block are a program, with every import, and with the command that starts as many ranks as the comment says.
@@ -64,7 +65,8 @@ COLUMNS = "137"
 """Columns of the terminal that commands print to, as wide as pages are."""
 KINDS = ("setup", "run", "goes on", "prints", "check", "not run")
 PLACES = re.compile(
-    r"(?:(?P<program>program )?on (?P<ranks>\d+) ranks|as one of (?P<world>\d+) ranks|without a process group)(?P<after>, after the set-up)?"
+    r"(?:(?P<program>program )?on (?P<ranks>\d+) ranks|as one of (?P<world>\d+) ranks|without a process group)"
+    r"(?P<after>, after the set-up)?"
 )
 """Where Python is run."""
 

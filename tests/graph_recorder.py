@@ -3,8 +3,8 @@
 Like a capture, recording leaves no trace in memory: what operators have written to memory from outside is restored, and
 what they have made is filled with NaN. Like a replay, running them again writes to the same memory, in the same order.
 
-It is stricter than CUDA: values that are read where no operator sees it (``tolist``, ``numpy``) are refused, and so is a
-collective that is read before it was awaited, or not awaited at all. Inductor's kernels are no operators: they are
+It is stricter than CUDA: values that are read where no operator sees it (``tolist``, ``numpy``) are refused, and so is
+a collective that is read before it was awaited, or not awaited at all. Inductor's kernels are no operators: they are
 recorded if they were compiled in :func:`recordable_kernels`.
 """
 

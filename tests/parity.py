@@ -17,10 +17,11 @@ import torch.distributed as dist
 import zoo
 from torch import Tensor, nn
 
-from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fsdp2, fully_shard_model
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 
 EAGER, AOT_EAGER, INDUCTOR = "eager", "aot_eager", "inductor"
+FACE = "fsdp2"
 
 
 @dataclass
@@ -60,6 +61,17 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
         return sharded, sharded
     fullgraph = options.pop("fullgraph", False)
     return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=fullgraph, options={"inner": mode, **options})
+
+
+def shard_by(mode: str, model: nn.Module) -> tuple[Any, Any]:
+    """Return a model that is sharded by FSDP2's face or the wrapper, with a unit per block, and what to call."""
+    blocks: Any = model.blocks
+    if mode == FACE:
+        for module in (*blocks, model):
+            fsdp2.fully_shard(module)
+        return model, model
+    wrapped, call = shard(model, mode, [type(blocks[0])])
+    return wrapped.module, call
 
 
 @contextlib.contextmanager
@@ -166,11 +178,31 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+def train_both_ways(
+    factory: Callable[[], nn.Module], data: Tensor, optimizer: Any = sgd, alone: Run | None = None, **options: Any
+) -> Run:
+    """Train eagerly and compiled. Assert that both agree, bit for bit, and with one process, if it is given."""
+    eager = train_sharded(factory, EAGER, data, optimizer, **options)
+    assert_bitwise(eager, train_sharded(factory, AOT_EAGER, data, optimizer, **options))
+    if alone is not None:
+        assert_close(eager, alone)
+    return eager
+
+
 def assert_bitwise(a: Run, b: Run) -> None:
     for x, y in zip(a.losses, b.losses, strict=True):
         assert torch.equal(x, y), f"losses {a.losses} and {b.losses}"
     for i, (x, y) in enumerate(zip(a.shards, b.shards, strict=True)):
         assert torch.equal(x, y), f"shard {i} differs by {(x - y).abs().max().item() if x.numel() else 0}"
+
+
+def assert_same_by_name(a: Run, b: Run) -> None:
+    """Assert bitwise equality by parameter, where shards are at different places."""
+    assert all(torch.equal(x, y) for x, y in zip(a.losses, b.losses, strict=True))
+    for mine, its in zip([*a.gradients, a.params], [*b.gradients, b.params], strict=True):
+        assert mine.keys() == its.keys()
+        for name, value in mine.items():
+            assert torch.equal(value, its[name]), name
 
 
 def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = True) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 _HERE = Path(__file__).parent
-FOLDERS = [str(_HERE), *sorted({str(path.parent) for path in _HERE.glob("*/test_*.py")})]
+FOLDERS = [str(_HERE), *sorted({str(path.parent) for path in _HERE.glob("**/test_*.py")})]
 """Folders that test modules and their helpers are imported from."""
 
 MANY = 8

@@ -1,7 +1,8 @@
-"""The drawings of the documentation, made from what the package does: layouts of buckets, collectives of steps, simulated
-timelines, graphs; and from the tables of measurements.
+"""The drawings of the documentation, made from what the package does: layouts of buckets, collectives of steps,
+simulated timelines, graphs; and from the tables of measurements.
 
-``tests/documentation/test_drawings.py`` compares them with the files in ``docs/drawings``; with ``MFSDP_WRITE_DRAWINGS=1`` it writes these.
+``tests/documentation/test_drawings.py`` compares them with the files in ``docs/drawings``; with
+``MFSDP_WRITE_DRAWINGS=1`` it writes these.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Drawing:
     def __str__(self) -> str:
         size = f'viewBox="0 0 {WIDTH} {self.height + 2:.0f}" width="{WIDTH}" height="{self.height + 2:.0f}"'
         body = "\n".join(self._parts)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" {size}>\n<style>\n{STYLE}</style>\n{body}\n</svg>\n'
+        svg = f'svg xmlns="http://www.w3.org/2000/svg" class="drawing" {size}'
+        return f"<{svg}>\n<style>\n{STYLE}</style>\n{body}\n</svg>\n"
 
 
 @contextlib.contextmanager
@@ -226,7 +228,7 @@ def strategies() -> str:
 
 
 def _launches(strategy: str) -> Mapping[str, Sequence[str]]:
-    """Collectives by the part of the step in which they start, of the second step: in the first there is more to gather."""
+    """Collectives of the second step, by the part in which they start: in the first step there is more to gather."""
     found: dict[str, list[str]] = {}
     with ranks(RANKS):
         sharding = doctor.mesh_arguments("optim_grads_params" if strategy == "once" else strategy)

@@ -1,5 +1,6 @@
-"""What MkDocs is told about this repository: where the package's sources are, what lies outside of docs/, and drawings that follow
-the page's colors."""
+"""What MkDocs is told about this repository: where the package's sources are, what lies outside of docs/, and drawings
+that follow the page's colors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json"}
 
 @event_priority(100)  # before mkdocstrings reads its options
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give mkdocstrings the package as it is when it is installed: pyproject.toml maps two folders of the checkout into it."""
+    """Give mkdocstrings the package as it is installed: pyproject.toml maps two folders of the checkout into it."""
     tree = Path(tempfile.mkdtemp(prefix="mfsdp-docs-"))
     atexit.register(shutil.rmtree, tree, ignore_errors=True)
     bytecode = shutil.ignore_patterns("__pycache__")

@@ -1,5 +1,6 @@
-"""Docstrings of this package, made ready for the site: roles such as ``:class:`Name``` become links, ``a, b: of both`` a line for
-each."""
+"""Docstrings of this package, made ready for the site: roles such as ``:class:`Name``` become links, ``a, b: of both``
+a line for each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of Megatron itself, on the CPU: they train a small GPT, and save and load checkpoints with ``megatron.training``.
+"""Ranks of Megatron itself, on the CPU: they train a small GPT, save and load with ``megatron.training``.
 
 A process of its own, because Megatron has to be told that there is a GPU. It reads a :class:`Job` per line of standard
 input as JSON, runs it on two forked ranks, and prints a line: ``done``, or the ranks' errors.
@@ -90,7 +90,8 @@ def as_on_gpu() -> Iterator[None]:
     )
 
     def set_without_step(self: Any, param: Any, tensors: Any) -> None:
-        # Without Apex, its optimizer is torch's Adam, whose states have a step, which Megatron sets, but looks for here.
+        # Without Apex, its optimizer is torch's Adam, whose states have a step, which Megatron sets, but
+        # looks for here.
         set_states(self, param, {"step": states(self, param)["step"], **tensors})
 
     with contextlib.ExitStack() as stack:
@@ -204,7 +205,7 @@ class Training:
         )
 
     def step(self, number: int, schedule: bool = True) -> float:
-        """Train on the batch of a step, whose sequences are spread over data-parallel ranks. Returns this rank's loss."""
+        """Train on a batch, whose sequences are spread over data-parallel ranks. Return this rank's loss."""
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
 

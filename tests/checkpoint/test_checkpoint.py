@@ -152,12 +152,13 @@ LOADED_BY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "loaded_by"),
     [
         pytest.param("HFSDP", {1: ("no_shard",), 2: ("optim",), 3: ("optim_grads_params",), 4: ("HFSDP",)}, id="HFSDP"),
-        *(pytest.param(name, LOADED_BY, id=f"{name} by all", marks=pytest.mark.long) for name in SAVED_BY),
+        *(pytest.param(name, LOADED_BY, id=f"{name} by all") for name in SAVED_BY),
     ],
 )
 def test_saved_at_four_ranks_loaded_at_any_number(
@@ -176,6 +177,7 @@ def test_saved_at_four_ranks_loaded_at_any_number(
                 np.testing.assert_allclose(continued, losses, rtol=2e-6)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_another_precision() -> None:
     """A bfloat16 checkpoint loads into float32 with ``allow_cast``, and back bit by bit."""
@@ -233,6 +235,7 @@ def test_state_dicts_communicate_nothing() -> None:
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_helpers_of_torch(strategy: str) -> None:
@@ -347,6 +350,7 @@ def test_optimizer_state_by_name() -> None:
     assert numbered.state_dict()["param_groups"][0]["params"][0] == 0
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_compiled_model() -> None:
     root = shared_folder()
@@ -617,6 +621,7 @@ def test_a_folder_of_checkpoints() -> None:
         Checkpoints(root, keep=0)
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=90)
 def test_training_goes_on_while_a_checkpoint_is_written() -> None:
     root = shared_folder()
@@ -786,6 +791,7 @@ def test_full_parameters_come_bucket_by_bucket() -> None:
         assert torch.equal(model.module.scale.full_tensor(), alone["scale"])
 
 
+@pytest.mark.long_unless("*-HFSDP")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_full_optimizer_states_come_bucket_by_bucket(strategy: str) -> None:
@@ -826,6 +832,7 @@ def hf_llama(tied: bool) -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(4)
 def test_hugging_face_and_back_with_a_step_between(tied: bool) -> None:

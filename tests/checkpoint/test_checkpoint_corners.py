@@ -46,7 +46,7 @@ def held(model: nn.Module) -> dict[str, float]:
     return found
 
 
-# -- names --------------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):
@@ -133,7 +133,7 @@ def test_tied_parameters_under_another_first_name() -> None:
     assert set(held(model).values()) == {1.0}
 
 
-# -- extra state of modules ---------------------------------------------------------------------------------------------
+# -- extra state of modules --------------------------------------------------------------------------------------------
 
 
 class Keeper(zoo.Plain):
@@ -211,7 +211,7 @@ def test_state_dict_hooks() -> None:
     assert fresh.module.mean.tolist() == [5, 5, 5]
 
 
-# -- optimizers ---------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "nadam": torch.optim.NAdam,
@@ -222,6 +222,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long_unless("*-sgd", "*-amsgrad")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_any_optimizer_goes_on_exactly(name: str) -> None:
@@ -279,7 +280,7 @@ def test_group_settings_of_any_kind() -> None:
     assert not [key for key in group if "." in key]
 
 
-# -- folders and programs -----------------------------------------------------------------------------------------------
+# -- folders and programs ----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -203,6 +203,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.long_unless("True-True-2", "False-False-1")
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("flattened", [True, False])
 @pytest.mark.parametrize("moe", [False, True])
@@ -249,6 +250,7 @@ def test_torch_loads_the_converted_checkpoint(tmp_path: Path) -> None:
     assert state["rerun_state_machine"]["sharded"]["seen"]["count"] == 0
 
 
+@pytest.mark.long_if("False-*", "*-options3-*", "*-options4-*")
 @pytest.mark.parametrize(
     ("said", "options", "gated"),
     [
@@ -296,6 +298,7 @@ def test_options_of_each_parameters_group(tmp_path: Path) -> None:
         to_fsdp(tmp_path / "in", tmp_path / "no", group_map=dict.fromkeys(named, 7))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_states_and_settings_are_loaded(tmp_path: Path, pools: Pools) -> None:
     """A sharded model takes main weights, states, steps and settings of groups: the next step is plain AdamW's."""
@@ -327,6 +330,7 @@ def test_groups_from_parameters_alone(tmp_path: Path) -> None:
     assert list(tensors_of(back)) == ["decoder.layers.norm.weight"]
 
 
+@pytest.mark.long
 def test_without_knowledge_of_a_former_layout(tmp_path: Path) -> None:
     """A checkpoint that was trained on, not converted, becomes stacked entries, flattened on request."""
     full = write_torch_dist(tmp_path / "in", tp=2)
@@ -476,6 +480,7 @@ for out, plan in plans(Path(sys.argv[2])):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure")
 def test_memory_is_bounded_by_a_few_tensors(tmp_path: Path) -> None:
@@ -691,6 +696,7 @@ def test_compare(tmp_path: Path) -> None:
         assert len([line for line in inspect_checkpoint.compare(first, second, atol=atol) if "moved" in line]) == moved
 
 
+@pytest.mark.long
 def test_rename_and_remove_copy_the_data(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "in", tp=2)
     before = tensors_of(tmp_path / "in")
@@ -728,6 +734,7 @@ def test_nested_dictionaries_stay_nested(tmp_path: Path) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_convert_on_the_command_line(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "in")
     dry = mfsdp("convert", tmp_path / "in", tmp_path / "out", "--dry-run")
@@ -768,6 +775,7 @@ def test_convert_hugging_face_on_the_command_line(tmp_path: Path) -> None:
     assert "no tensor that begins with 'other'" in other
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     """The command needs no process group and no GPU and prints no traceback.

@@ -112,6 +112,7 @@ def look(root: Path) -> int:
     return manifest.step
 
 
+@pytest.mark.long_unless("1-0", "0-10", "0-11")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("who", "events"),

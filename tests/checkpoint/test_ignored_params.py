@@ -1,4 +1,4 @@
-"""Parameters in ``ignored_params``: they are not sharded, and are in everything else that a model's parameters are in."""
+"""Parameters in ``ignored_params``: they are not sharded, and otherwise treated as the model's other parameters."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Megatron]:
 
 
 def in_checkpoints(name: str) -> str:
-    """Return the name that Megatron gives a parameter in checkpoints: Transformer Engine's, for layers without it too."""
+    """Return a parameter's name in Megatron's checkpoints: Transformer Engine's, for layers without it too."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     return re.sub(r"local_experts\.(\d+)\.(.*)", r"\2\1", name)
@@ -144,6 +144,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_round_trip(megatron: Megatron, tmp_path: Path, layout: str) -> None:
     """All tensors arrive; Megatron loads what comes back, and its next step is that of the uninterrupted run."""
@@ -163,6 +164,7 @@ def test_a_round_trip(megatron: Megatron, tmp_path: Path, layout: str) -> None:
         assert_same(loaded, saved[rank])
 
 
+@pytest.mark.long
 def test_states_by_buckets(megatron: Megatron, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``dp_reshardable`` is refused: nothing in it names parameters, and their sizes do not tell them apart.
 
@@ -192,6 +194,7 @@ def test_states_by_buckets(megatron: Megatron, tmp_path: Path, capsys: pytest.Ca
         assert torch.equal(reader.tensor(key), tensor), key
 
 
+@pytest.mark.long
 def test_another_size_of_tensor_parallelism(megatron: Megatron, tmp_path: Path) -> None:
     """What came back from TP 2 is loaded with TP 1: parameters are those that were saved."""
     saved = megatron(tmp_path / "run", tp=2)
@@ -209,6 +212,7 @@ def test_another_size_of_tensor_parallelism(megatron: Megatron, tmp_path: Path) 
             assert torch.equal(param["value"], torch.cat([expected[half] for half in halves])), name
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_conversion_makes_is_loaded_by_two_ranks(megatron: Megatron, pools: Pools, tmp_path: Path) -> None:
     """A sharded model takes main weights and states. Its next step is that of AdamW with what Megatron held."""

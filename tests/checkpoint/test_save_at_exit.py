@@ -43,8 +43,6 @@ ENDS: dict[str, Callable[[int], Any]] = {
     "raises on one rank": only_the_first_fails,
     "exits": lambda rank: sys.exit(3),
 }
-SHORT = {"returns", "destroys its groups", "raises on one rank"}
-"""Cases of ``make test``."""
 
 
 def program(rank: int, port: int, folder: str, end: str, said: Connection) -> None:
@@ -77,8 +75,9 @@ def program(rank: int, port: int, folder: str, end: str, said: Connection) -> No
     ctypes.pythonapi.Py_Exit(status)
 
 
+@pytest.mark.long_if("exits", "raises")
 @pytest.mark.processes
-@pytest.mark.parametrize("end", [pytest.param(end, marks=[] if end in SHORT else [pytest.mark.long]) for end in ENDS])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_save_is_finished_before_the_program_ends(end: str, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = server()

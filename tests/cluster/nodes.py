@@ -1,4 +1,6 @@
-"""Machines of a cluster: network namespaces with one cable each to a switch, or, where these cannot be made, loopback addresses."""
+"""Machines of a cluster: network namespaces with one cable each to a switch, or, where these cannot be made, loopback
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,8 @@ def losses(text: str) -> dict[int, float]:
 
 def environment(node: Node, head: Node, folder: Path, **more: str) -> Mapping[str, str]:
     """Return what torchrun.sh takes on a machine."""
-    conf = f"is_host={int(node is head)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+    keep_alive = "keep_alive_interval=1,keep_alive_max_attempt=3"
+    conf = f"is_host={int(node is head)},last_call_timeout=3,join_timeout=60,{keep_alive}"
     return {
         "HEAD": head.address,
         "ADDRESS": node.address,

@@ -1,4 +1,4 @@
-"""A training on several machines: started by each launcher's script, over a slow network, and after machines have died."""
+"""A training on several machines: by each launcher's script, over a slow network, and after machines have died."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ def first_rank(nodes: list[Node]) -> str:
     return next(node.text() for node in nodes if "loss" in node.text())
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("count", "ranks", "sharding"),
     [
-        pytest.param(2, 1, "hsdp", marks=pytest.mark.long),
-        pytest.param(2, 2, "hsdp", marks=pytest.mark.long),
-        pytest.param(2, 2, "hfsdp", marks=pytest.mark.long),
-        pytest.param(4, 1, "fsdp", marks=pytest.mark.long),
+        (2, 1, "hsdp"),
+        (2, 2, "hsdp"),
+        (2, 2, "hfsdp"),
+        (4, 1, "fsdp"),
     ],
 )
 def test_nodes_train_like_one_process(
@@ -85,7 +86,7 @@ def test_nodes_train_like_one_process(
 @pytest.mark.processes
 @pytest.mark.parametrize("returns", [True, False], ids=["restarted", "lost"])
 def test_a_node_dies(returns: bool, alone: dict[int, float], tmp_path: Path) -> None:
-    """Training goes on from the last checkpoint: on all nodes if the dead one comes back, otherwise on those that are left."""
+    """Training goes on from the last checkpoint: on all nodes if the dead one comes back, else on the others."""
     with cluster(2, tmp_path) as nodes:
         first, second = nodes
         for node in nodes:

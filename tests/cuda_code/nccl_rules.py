@@ -51,7 +51,8 @@ def differences(everyones: Sequence[tuple[Sequence[Call], Sequence[tuple[str, tu
                     a, b = (each[place] if place < len(each) else None for each in (mine, others))
                     if a is None or b is None or a.what != b.what:
                         yield (
-                            f"collective {place} of group {group}: rank {rank} starts {_told(a)}, rank {other} {_told(b)}"
+                            f"collective {place} of group {group}: rank {rank} starts {_told(a)}, "
+                            f"rank {other} {_told(b)}"
                         )
                         break
             shared = [name for name, ranks in groups if other in ranks]
@@ -67,7 +68,8 @@ def differences(everyones: Sequence[tuple[Sequence[Call], Sequence[tuple[str, tu
                         if there[earlier] > there[key]:
                             yield (
                                 f"no stream orders {their_calls[before].what} of group {earlier[0]} before "
-                                f"{their_calls[place].what} of group {key[0]}, and ranks {rank} and {other} start them in "
+                                f"{their_calls[place].what} of group {key[0]}, and ranks {rank} and {other} start "
+                                "them in "
                                 "another order"
                             )
 

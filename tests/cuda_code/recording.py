@@ -1,8 +1,8 @@
 """Run generated code on fake tensors, and record what it would launch and in which memory.
 
-Inductor's wrapper is Python: it allocates, launches Triton kernels, calls operators, and calls regions as functions. Run
-on tensors without memory it does all this and computes nothing. What is recorded is the order in which one stream sees
-it, with the storage that each launch reads and writes.
+Inductor's wrapper is Python: it allocates, launches Triton kernels, calls operators, and calls regions as functions.
+Run on tensors without memory it does all this and computes nothing. What is recorded is the order in which one stream
+sees it, with the storage that each launch reads and writes.
 """
 
 from __future__ import annotations

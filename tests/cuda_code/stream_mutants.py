@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+from mutation.mutant import ROOT, Change
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of a file, and what finds it.
+    """A change of a file (:class:`mutation.mutant.Change`), and what finds it.
 
     Args:
-        old, new: What is replaced, once.
         row: Name and mode of the row that runs.
         seen: What one violation says.
         rank: The rank that is changed. None: all.
@@ -65,8 +64,8 @@ MUTANTS = {
     ),
     "memory of a copy is not awaited": Mutant(
         HOST,
-        "    stream.wait_stream(current)  # which computes the source, or has queued kernels that use the target's memory\n",
-        "",
+        "    stream.wait_stream(current)  # which computes the source, or has",
+        "    #",
         "activation offload:aot_eager",
         "not ordered",
     ),
@@ -94,7 +93,8 @@ MUTANTS = {
     "reduction awaited after its use": Mutant(
         REDUCING,
         "        result, following = self._step.wait(reduction.result), reduction.stage + 1\n",
-        "        result, following = reduction.result.clone(), reduction.stage + 1\n        self._step.wait(reduction.result)\n",
+        "        result, following = reduction.result.clone(), reduction.stage + 1\n"
+        "        self._step.wait(reduction.result)\n",
         "full:eager",
         "not ordered",
     ),
@@ -169,13 +169,11 @@ def applied(mutant: Mutant) -> Iterator[None]:
     """Context in which the functions that a mutant changes are those of the changed source, wherever they are held."""
     import fake_gpu
 
-    module = importlib.import_module(f"mfsdp_compile.{_import_name(mutant.file)}")
-    path = ROOT / mutant.file
+    file, text = Change(mutant.file, mutant.old, mutant.new).apply()
+    module = importlib.import_module(f"mfsdp_compile.{_import_name(file)}")
+    path = ROOT / file
     plain = path.read_text(encoding="utf-8")
-    assert plain.count(mutant.old) == 1, f"{mutant.file} has {plain.count(mutant.old)} of {mutant.old!r}"
-    changed = _changed(
-        ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(plain.replace(mutant.old, mutant.new)))
-    )
+    changed = _changed(ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(text)))
     assert changed, "the mutant changes no function"
     with contextlib.ExitStack() as stack:
         for owner, function in changed:

@@ -46,7 +46,6 @@ CHANGED = {"early scales": Setting(precision="mxfp8 gathers")}
 """Settings of Llama whose code mutants change; not named: float32."""
 QUICK = {("Llama: strategy 3", "wrapper")}
 """Rows that ``make test`` computes. Its code is also what most mutants change."""
-QUICK_MUTANTS = ("late wait, backward",)
 
 
 def compute(ranks: int, rows: Sequence[tuple[str, Setting, str, str]]) -> list[list[dict[str, Any]]]:
@@ -146,9 +145,8 @@ def test_ranks_start_the_same_collectives_in_the_same_order(ranks: int, row: Row
                 assert results[other][communicator] == collectives
 
 
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(each, marks=[] if each in QUICK_MUTANTS else [pytest.mark.long]) for each in MUTANTS]
-)
+@pytest.mark.long_unless("late wait, backward")
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_code_is_noticed(mutant: str, found: Any) -> None:
     for facts in found[(mutant,)]:
         assert "error" not in facts, facts["error"]

@@ -101,7 +101,7 @@ def test_mutants(name: str, runs: Runs) -> None:
 
 
 def calls(*given: str, ordered: bool = False) -> tuple[list[Call], list[tuple[str, tuple[int, ...]]]]:
-    """Return the calls of a rank, given as group and kind, and its groups. One stream orders all calls, or none does."""
+    """Return a rank's calls, given as group and kind, and its groups. One stream orders all calls, or none does."""
     made = [
         Call(group, (0, 1), kind, () if ordered else tuple(range(place)), f"line {place}")
         for place, (group, kind) in enumerate(each.split() for each in given)

@@ -114,6 +114,7 @@ def test_python_without_ranks(cell: Cell, tmp_path: Path) -> None:
     check_in_this_process(cell, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_the_pass_in_contributing() -> None:

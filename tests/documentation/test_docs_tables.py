@@ -27,14 +27,15 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _KEYS = """
 stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size
-cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold
-stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size
-zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
-mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
-enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow
+sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size
+stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save
+ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights
+zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
+mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
 """
 DEEPSPEED = _KEYS.split()
 """Fields of ``DeepSpeedZeroConfig``, by the names that its configuration files have: github.com/deepspeedai/DeepSpeed,
@@ -133,7 +134,7 @@ def test_members_of_megatron_fsdp() -> None:
 
 
 def test_methods_of_fsdp2_that_are_refused() -> None:
-    """The second column of the table about FSDPModule: refused are those that say so, and all others are methods here."""
+    """The second column of the table about FSDPModule: those that say so are refused, all others are methods here."""
     told = {
         name: re.sub(r"^after torch [\d.]+: ", "", words)
         for name, words in rows("moving/fsdp2.md", "torch FSDPModule").items()

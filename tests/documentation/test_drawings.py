@@ -50,6 +50,7 @@ def alike(drawn: str, kept: str, near: float) -> bool:
     return all(abs(float(a) - float(b)) <= near for a, b in pairs)
 
 
+@pytest.mark.long_if("memory", "regions", "timeline", "strategies")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in drawings.DRAWINGS]
 )

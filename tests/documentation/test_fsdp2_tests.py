@@ -14,8 +14,8 @@ LEAST = 0.9
 """Share of rows with a counterpart."""
 
 FILES = {
-    "training", "frozen", "ignore_params", "mixed_precision", "extensions", "state", "state_dict", "clip_grad_norm_", "autograd",
-    "comm", "memory", "overlap", "init", "grad_scaler",
+    "training", "frozen", "ignore_params", "mixed_precision", "extensions", "state", "state_dict", "clip_grad_norm_",
+    "autograd", "comm", "memory", "overlap", "init", "grad_scaler",
 }  # fmt: skip
 """Files of FSDP2's tests, without ``test_fully_shard_``."""
 

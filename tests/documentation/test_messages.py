@@ -48,7 +48,8 @@ def test_every_message_is_on_a_page() -> None:
         f"{message.place}: {message.kind}: {message.texts[0]}" for message in without_a_place({*EXPLAINED, *LISTED})
     ]
     assert not lost, (
-        f"explain it under a heading of {TROUBLESHOOTING.name}, or, if it says itself what is wrong and what to do, add it to "
+        f"explain it under a heading of {TROUBLESHOOTING.name}, or, if it says itself what is wrong and what to do, "
+        "add it to "
         f"{THE_REST.name}:\n" + "\n".join(lost)
     )
 

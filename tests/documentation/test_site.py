@@ -76,6 +76,7 @@ def pages(site: Path) -> list[Path]:
     return sorted(site.rglob("*.html"))
 
 
+@pytest.mark.long
 def test_it_asks_no_other_host(site: Path) -> None:
     asked = {(page.name, url) for page in pages(site) for url in Tags(page).asks if "//" in url}
     assert not asked
@@ -86,6 +87,7 @@ def test_it_asks_no_other_host(site: Path) -> None:
         assert not outside, sheet
 
 
+@pytest.mark.long
 def test_every_page_is_in_the_navigation(site: Path) -> None:
     links = set(Tags(site / "index.html").links)
     for page in (ROOT / "docs").rglob("*.md"):

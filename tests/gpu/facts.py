@@ -1,4 +1,6 @@
-"""Facts about the machine, as JSON: ``python -m facts RESULT.json``. Exits with 1 if there are GPUs that torch cannot use."""
+"""Facts about the machine, as JSON: ``python -m facts RESULT.json``. Exits with 1 if there are GPUs that torch cannot
+use.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     make gpu RANKS=8            a node: NCCL, one rank per GPU
     python tests/gpu/run.py --only training overlap
 
-Nothing is installed and no network is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU, the
-same parts run on fake GPUs, quickly, and nothing that they print is a measurement. A part that fails, crashes or hangs
-does not stop the others. The exit status is 1 if a part failed or ran into its limit.
+Nothing is installed and no network is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU,
+the same parts run on fake GPUs, quickly, and nothing that they print is a measurement. A part that fails, crashes or
+hangs does not stop the others. The exit status is 1 if a part failed or ran into its limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Preference training by TRL: ``dpo_program.py FOLDER one|eager|compiled`` prints its losses as JSON.
 
-A process of its own, started with torchrun: the libraries that TRL needs start threads, which a pool that forks must not.
+A process of its own, started with torchrun: the libraries that TRL needs start threads, which a forking
+pool must not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training script written for FSDP2, in the shape of torchtitan's: only the module that ``api`` stands for changes."""
+"""A training script written for FSDP2, in the shape of torchtitan's: only what ``api`` stands for changes."""
 
 from __future__ import annotations
 

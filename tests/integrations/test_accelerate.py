@@ -93,6 +93,7 @@ def assert_same(losses: list[Tensor], others: list[Tensor]) -> None:
     assert torch.equal(torch.stack(losses), torch.stack(others))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "strategy", "compiled"),
     [
@@ -115,6 +116,7 @@ def test_accumulate_is_the_plain_loop(kind: type, strategy: str, compiled: bool)
     assert_bitwise(full_state_dict(job.model), full_state_dict(plain.model))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OptimizerOffloadPolicy()], ids=["everything", "optimizer"])
 @on_ranks(2)
 def test_offload(policy: Any, tmp_path: Path) -> None:
@@ -180,6 +182,7 @@ def test_fsdp_of_accelerate_does_not_shard() -> None:
         assert accelerator.prepare(model) is model
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     with trainers():

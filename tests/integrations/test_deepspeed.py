@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration files. The numbers are those of its documented defaults and formulas; it is not installed."""
+"""DeepSpeed's configuration files.
+
+The numbers are those of its documented defaults and formulas; it is not installed.
+"""
 
 from __future__ import annotations
 

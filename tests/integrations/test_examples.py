@@ -42,6 +42,7 @@ def torchrun(module: str, *words: str, cwd: Path, ranks: int = 2) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_trainer_example(tmp_path: Path) -> None:
     """The Trainer example trains, saves, and resumes with the same losses."""
@@ -62,6 +63,7 @@ def printed(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("module", "words", "to_stop", "to_go_on"),
@@ -84,7 +86,8 @@ def test_other_examples(module: str, words: list[str], to_stop: list[str], to_go
 
 
 BLOCKS = re.findall(
-    r"## ([^\n]*)\n(?:(?!\n## ).)*?<!-- not run: here, but by tests/integrations/test_examples\.py -->\n```python\n(.*?)```",
+    r"## ([^\n]*)\n(?:(?!\n## ).)*?<!-- not run: here, but by tests/integrations/test_examples\.py -->\n"
+    r"```python\n(.*?)```",
     (ROOT / "docs/trainers.md").read_text(),
     re.DOTALL,
 )
@@ -94,6 +97,7 @@ def test_the_page_shows_four_ways() -> None:
     assert [title for title, _ in BLOCKS] == ["A plain loop", "Hugging Face's Trainer", "accelerate", "torchtitan"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(4))
 @on_ranks(2)
 def test_blocks_of_the_page(number: int, tmp_path: Path) -> None:
@@ -138,6 +142,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", JOBS)
 @on_ranks(4)
 def test_jobs_take_the_same_steps(name: str, tmp_path: Path) -> None:

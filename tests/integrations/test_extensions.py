@@ -1,4 +1,4 @@
-"""Parameters whose class gathers itself, by FSDP2's protocol: equal to FSDP2, and refused by name where that is not possible."""
+"""Parameters whose class gathers itself, by FSDP2's protocol: equal to FSDP2, or refused by name."""
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ def mine(model: nn.Module, mode: str = EAGER, **arguments: Any) -> tuple[list[fl
     return train(call, optimizer), sharded
 
 
+@pytest.mark.long_if("7-*")
 @on_ranks(2, timeout=60)
 @pytest.mark.parametrize("kind", [InBFloat16, InTwoHalves])
 @pytest.mark.parametrize("rows", [8, 7])
@@ -209,6 +210,7 @@ def test_losses_of_torchao(config: str) -> None:
         assert run(model, call) == expected, mode
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=60)
 def test_hsdp_and_portions() -> None:
     expected = mine(mlp(), **mesh_arguments("HSDP optim_grads_params"))[0]

@@ -128,6 +128,7 @@ def test_lightning_module(mode: str) -> None:
 # -- policy gradients -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @needs("transformers")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=240)

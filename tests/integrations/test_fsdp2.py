@@ -167,6 +167,7 @@ def tied(api: Any) -> Net:
 MODELS = [by_block, root_only, inside_out, kept, released, checkpointed, frozen, tied]
 
 
+@pytest.mark.long_unless("*-kept", "*-tied")
 @pytest.mark.parametrize("make", MODELS)
 @on_ranks(2)
 def test_same_as_fsdp2(make: Callable[[Any], Net]) -> None:
@@ -175,7 +176,6 @@ def test_same_as_fsdp2(make: Callable[[Any], Net]) -> None:
     assert theirs == train(make(fsdp2))
     model = make(fsdp2)
     assert theirs == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("reshard", [None, False, True])
@@ -189,7 +189,6 @@ def test_compiled_before_it_is_sharded(reshard: bool | None) -> None:
     assert train(by_block(fsdp)) == train(model)
     records = model.layers[0]._mfsdp_window.runtime.owner.compiled_graphs
     assert len(records) == 1, "equal layers share code"
-    torch.compiler.reset()
 
 
 @contextlib.contextmanager
@@ -223,6 +222,7 @@ def reductions() -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reshard", "expected"),
     [
@@ -252,9 +252,9 @@ def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
     stay = sum("kept for backward" in line for line in lines)
     assert stay == {False: 4, None: 1}.get(reshard, 0), "backward does not need the embedding"
     assert sum("one of 2 portions" in line for line in lines) == (4 if reshard == 2 else 0)
-    torch.compiler.reset()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_units_differ() -> None:
     """One layer keeps its parameters, one its portions, one releases them."""
@@ -277,7 +277,6 @@ def test_units_differ() -> None:
     model = made()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
     assert reference == train(model, call, steps=2)
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -473,7 +472,6 @@ def test_divide_factor_and_hook() -> None:
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     with pytest.raises(Exception, match="set_all_reduce_hook"):
         call(torch.randn(6, 8))
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -560,7 +558,8 @@ def test_meta_and_checkpoints(tmp_path: Path) -> None:
         assert torch.equal(value.full_tensor(), found[name].full_tensor()), name
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-None")
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @on_ranks(2)
 def test_a_script(backend: str | None, tmp_path: Path) -> None:
     """A whole job: meta device, checkpointed and compiled blocks, bfloat16, a restart from a DCP checkpoint."""
@@ -576,6 +575,7 @@ def test_a_script(backend: str | None, tmp_path: Path) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_a_hybrid_script(tmp_path: Path) -> None:
     theirs = fsdp2_script.train(fsdp, tmp_path / "theirs", None, replicas=2)
@@ -592,6 +592,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtypes", MIXED[:3])
 @on_ranks(2)
 def test_policies_by_module(dtypes: dict[str, Any]) -> None:
@@ -608,7 +609,6 @@ def test_policies_by_module(dtypes: dict[str, Any]) -> None:
     assert expected == train(made(fsdp2))
     model = made(fsdp2)
     assert expected == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
-    torch.compiler.reset()
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""FSDP2's interface: what a program does to modules between their own ``fully_shard`` and the model's, and right after."""
+"""FSDP2's interface: what a program does to modules between their ``fully_shard`` and the model's, and right after."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_used_between_calls() -> None:
     """Same numbers as FSDP2's, to the bit, and parameters stay the objects that they were."""
@@ -87,6 +88,7 @@ def test_used_between_calls() -> None:
     assert len(owners(model)) == 1
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_kinds_of_models_used_between_calls() -> None:
     """Tied weights, nested units, lists, policies, compiled blocks."""
@@ -133,7 +135,6 @@ def test_kinds_of_models_used_between_calls() -> None:
     torch.manual_seed(0)
     model = three(fsdp2, lambda block: (list(block.parameters()), block.compile(backend="aot_eager")))
     assert_same(steps(model, mine(4, WIDTH)), expected)
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -172,6 +173,7 @@ def test_meta_between_calls() -> None:
     assert_same(steps(fsdp2.fully_shard(model), mine(4, WIDTH)), expected)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_hybrid_between_calls() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -406,10 +408,8 @@ def by_each(model: Any) -> Any:
     return fsdp2.fully_shard(model)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.long), pytest.param("mfsdp", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "mfsdp"])
 @on_ranks(2)
 def test_compiled_before_between_and_after(backend: str) -> None:
     def made() -> Any:

@@ -1,4 +1,4 @@
-"""What FSDP2's own tests check and test_fsdp2.py does not: torch's implementation beside ours (docs/moving/fsdp2_tests.md)."""
+"""What FSDP2's own tests check and test_fsdp2.py does not, in torch and here (docs/moving/fsdp2_tests.md)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from mfsdp_compile.runtime.eager.gathering import Gathering
 Results = list[Any]
 
 SEVERAL_FORWARDS = 1e-6
-"""Relative bound where parts of gradients are added in another order: FSDP2 adds those of several forwards and reduces the
-sum, or the other way around."""
+"""Relative bound where parts of gradients are added in another order: FSDP2 adds those of several forwards and reduces
+the sum, or the other way around.
+"""
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -70,7 +71,10 @@ newer_fsdp2 = pytest.mark.skipif(
 
 
 def same(program: Callable[[Any], Results], rtol: float = 0.0) -> None:
-    """Assert that a program has the same results with torch's FSDP2 and with ours. Each gets the same random numbers."""
+    """Assert that a program has the same results with torch's FSDP2 and with ours.
+
+    Each gets the same random numbers.
+    """
     results = []
     for api in APIS:
         torch.manual_seed(0)
@@ -116,7 +120,8 @@ def test_a_root_without_inputs() -> None:
     same(lambda api: steps(model := api.fully_shard(Square()), None, lambda _: model().sum()))
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_a_module_used_several_times(reshard: bool) -> None:
     class Twice(nn.Module):
@@ -157,7 +162,8 @@ class Heads(nn.Module):
         return x, self.second(x)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_outputs_that_no_loss_uses(reshard: bool) -> None:
     def program(api: Any) -> Results:
@@ -228,12 +234,14 @@ class Inside(nn.Module):
         return out(self.layers(into(x)))
 
 
+@pytest.mark.long_unless("*-dtypes0")
 @newer_fsdp2
 @pytest.mark.parametrize(
     "dtypes",
     [
         (torch.bfloat16, torch.float32),
-        *(pytest.param(each, marks=pytest.mark.long) for each in (None, (torch.bfloat16, None))),
+        None,
+        (torch.bfloat16, None),
     ],
 )
 @on_ranks(2)
@@ -306,7 +314,7 @@ def test_a_part_before_the_root() -> None:
     assert torch.equal(model(torch.ones(2, 8)), expected(torch.ones(2, 8)))
 
 
-# -- several forwards and backwards in a step ---------------------------------------------------------------------------
+# -- several forwards and backwards in a step --------------------------------------------------------------------------
 
 
 class Chunked(nn.Module):
@@ -359,13 +367,15 @@ def chunk_steps(model: Chunked, count: int = 3) -> Results:
     return results
 
 
+@pytest.mark.long_if("*-True-False", "*-False-True")
 @newer_fsdp2
 @pytest.mark.parametrize(
     ("reshard", "tied"),
     [
         (True, True),
         (False, False),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True))),
+        (True, False),
+        (False, True),
     ],
 )
 @on_ranks(2)
@@ -376,8 +386,8 @@ def test_a_head_in_chunks(reshard: bool, tied: bool) -> None:
 @newer_fsdp2
 @on_ranks(2)
 def test_a_head_in_chunks_bfloat16() -> None:
-    # FSDP2 of torch 2.15 asks autograd for gradients in the dtype of the reduction (Tensor.grad_dtype), so that the norm's,
-    # which is summed in float32, is not rounded to bfloat16 (8 bits) before it is reduced. A step later, all differs.
+    # FSDP2 of torch 2.15 asks autograd for gradients in the dtype of the reduction (Tensor.grad_dtype), so that the
+    # norm's, which is summed in float32, is not rounded to bfloat16 (8 bits) before it is reduced. Then all differs.
     rounds = compat.TORCH_VERSION < (2, 14)
 
     def program(api: Any) -> Results:
@@ -429,9 +439,8 @@ def test_a_head_that_stays_for_its_chunks() -> None:
     same(program)
 
 
-@pytest.mark.parametrize(
-    "how", ["composable", *(pytest.param(each, marks=pytest.mark.long) for each in ("utils", None))]
-)
+@pytest.mark.long_unless("*-composable")
+@pytest.mark.parametrize("how", ["composable", "utils", None])
 @on_ranks(2)
 def test_two_forwards_one_backward(how: str | None) -> None:
     """As in preference learning; units inside units, recomputed."""
@@ -463,11 +472,14 @@ def test_two_forwards_without_the_head() -> None:
     same(program, SEVERAL_FORWARDS)
 
 
+@pytest.mark.long_unless("*-True-True")
 @pytest.mark.parametrize(
     ("stay", "explicit"),
     [
         (True, True),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True), (False, False))),
+        (True, False),
+        (False, True),
+        (False, False),
     ],
 )
 @on_ranks(2)
@@ -693,13 +705,14 @@ def test_wrong_prefetch() -> None:
 # -- freezing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-False-True", "*-True-False")
 @pytest.mark.parametrize(
     ("later", "recompute"),
     [
         (False, False),
         (True, True),
-        pytest.param(False, True, marks=pytest.mark.long),
-        pytest.param(True, False, marks=pytest.mark.long),
+        (False, True),
+        (True, False),
     ],
 )
 @on_ranks(2)
@@ -770,7 +783,8 @@ def test_layers_are_unfrozen_in_a_module_that_is_not_sharded() -> None:
     same(program)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-True")
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_frozen_modules_used_several_times(reshard: bool) -> None:
     class Loop(nn.Module):
@@ -1013,7 +1027,6 @@ def test_models_without_parameters() -> None:
     model = fsdp2.fully_shard(Sum())
     compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     assert torch.equal(compiled(torch.ones(2), [torch.ones(2)]), torch.full((2,), 2.0))
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -1185,7 +1198,6 @@ def test_values_that_were_not_given(compiled: bool) -> None:
     with torch.no_grad():
         model[1][2].bias.fill_(0.5)
     assert call(torch.randn(2, 8)).isfinite().all()
-    torch.compiler.reset()
 
 
 @on_ranks(2)
@@ -1359,6 +1371,7 @@ def two_dimensions(api: Any, mesh: DeviceMesh, width: int, meta: bool = False, *
     return model
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_two_dimensions() -> None:
     """Tensor parallelism inside: training, norms, state dicts, gradient scaling, the meta device."""

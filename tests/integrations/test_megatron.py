@@ -125,8 +125,8 @@ ADJUSTMENTS = [
     ),
     row(
         OVERVIEW,
-        "Bridge also adjusts some settings automatically, including disabling average_in_collective and several buffer-reuse "
-        "optimizations",
+        "Bridge also adjusts some settings automatically, including disabling average_in_collective and several "
+        "buffer-reuse optimizations",
         {
             "ddp.average_in_collective": False,
             "ddp.reuse_grad_buf_for_mxfp8_param_ag": False,
@@ -251,8 +251,8 @@ FORMAT = "Megatron FSDP only supports fsdp_dtensor checkpoint format"
 ERRORS = [
     row(
         BRIDGE,
-        'Error: "use_tp_pp_dp_mapping is not supported with Megatron FSDP"; Remove `use_tp_pp_dp_mapping=True`; FSDP requires '
-        "standard rank initialization order",
+        'Error: "use_tp_pp_dp_mapping is not supported with Megatron FSDP"; Remove `use_tp_pp_dp_mapping=True`; '
+        "FSDP requires standard rank initialization order",
         (ValueError, "use_tp_pp_dp_mapping is not supported with Megatron FSDP", "Remove use_tp_pp_dp_mapping=True"),
         dist__use_tp_pp_dp_mapping=True,
     ),
@@ -270,7 +270,8 @@ ERRORS = [
     ),
     row(
         BRIDGE,
-        "Attempting to use other checkpoint formats (`torch_dist`, `zarr`) with Megatron FSDP will result in a configuration error.",
+        "Attempting to use other checkpoint formats (`torch_dist`, `zarr`) with Megatron FSDP will result in a "
+        "configuration error.",
         (ValueError, FORMAT, "ckpt_format is 'zarr'"),
         checkpoint__ckpt_format="zarr",
         checkpoint__load="/path/to/checkpoints",
@@ -284,15 +285,16 @@ ERRORS = [
     ),
     row(
         OVERVIEW,
-        "Public recipes may expose use_megatron_fsdp while still defaulting to a non-FSDP checkpoint format. The checkpoint "
-        "requirement is stable and mandatory",
+        "Public recipes may expose use_megatron_fsdp while still defaulting to a non-FSDP checkpoint format. The "
+        "checkpoint requirement is stable and mandatory",
         (ValueError, FORMAT, "mfsdp convert"),
         checkpoint__save="/path/to/checkpoints",
         checkpoint__load="/path/to/checkpoints",
     ),
     row(
         BRIDGE,
-        'Error: "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported"; Choose one FSDP implementation',
+        'Error: "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported"; Choose one '
+        "FSDP implementation",
         (ValueError, "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported", "choose one"),
         dist__use_torch_fsdp2=True,
     ),
@@ -413,7 +415,7 @@ def test_fsdp2_alone_is_left_to_torch() -> None:
 
 
 def test_moving_from_ddp() -> None:
-    """Megatron Bridge: Megatron FSDP, "Migration from DDP": the steps, one by one. Errors come in the order of the steps."""
+    """Megatron Bridge: Megatron FSDP, "Migration from DDP": the steps, one by one. Errors come in their order."""
     config = ConfigContainer(
         dist=DistributedInitConfig(use_tp_pp_dp_mapping=True),
         ddp=DistributedDataParallelConfig(average_in_collective=True, reuse_grad_buf_for_mxfp8_param_ag=True),
@@ -755,9 +757,12 @@ def test_refused_flags(document: str, flags: str, says: str) -> None:
 
 
 def test_the_guides_command_lines(logged: list[str]) -> None:
-    """Megatron-FSDP User Guide, "Required Configurations" and "Recommended Configurations"; Megatron Core: Megatron FSDP, "Add these
-    flags to enable MCore custom FSDP": the command lines work unchanged, and nothing is adjusted."""
-    recommended = "--calculate-per-token-loss --init-model-with-meta-device --grad-reduce-in-bf16 --fsdp-double-buffer --use-nccl-ub"
+    """Megatron-FSDP User Guide, "Required Configurations" and "Recommended Configurations"; Megatron Core: Megatron
+    FSDP, "Add these flags to enable MCore custom FSDP": the command lines work unchanged, and nothing is adjusted."""
+    recommended = (
+        "--calculate-per-token-loss --init-model-with-meta-device --grad-reduce-in-bf16 --fsdp-double-buffer "
+        "--use-nccl-ub"
+    )
     for flags in (REQUIRED, f"{REQUIRED} --ckpt-format fsdp_dtensor", f"{REQUIRED} {recommended}"):
         config_from_arguments(parsed(flags))
     assert not logged
@@ -821,8 +826,8 @@ def test_dtypes_that_contradict(settings: dict[str, Any], says: str) -> None:
 
 
 def test_fp32_weights() -> None:
-    """megatron-fsdp: README: "`preserve_fp32_weights` will preserve a `FP32` precision version of model parameters utilized for
-    optimization. Defaults to `True`"."""
+    """megatron-fsdp: README: "`preserve_fp32_weights` will preserve a `FP32` precision version of model parameters
+    utilized for optimization. Defaults to `True`"."""
     for preserved, dtype in ((True, F32), (False, None)):
         ddp = DistributedDataParallelConfig(preserve_fp32_weights=preserved)
         assert sharding_arguments(TransformerConfig(), ddp)["mixed_precision_policy"].main_params_dtype is dtype
@@ -889,8 +894,8 @@ def wrapped(model: nn.Module | None = None, **given: Any) -> FullyShardedDataPar
 
 @pytest.mark.usefixtures("fake_world")
 def test_orders_of_arguments() -> None:
-    """Megatron Core: Megatron FSDP: ``FullyShardedDataParallel(transformer_config, model, ddp_config, fsdp_unit_modules=...)``;
-    Megatron-LM: ``(config, ddp_config, module, ...)``."""
+    """Megatron Core: Megatron FSDP: ``FullyShardedDataParallel(transformer_config, model, ddp_config,
+    fsdp_unit_modules=...)``; Megatron-LM: ``(config, ddp_config, module, ...)``."""
     model, ddp = parity.build(zoo.Plain), settings()
     for arguments in ((CONFIG, ddp, copy.deepcopy(model)), (CONFIG, copy.deepcopy(model), ddp)):
         sharded = FullyShardedDataParallel(*arguments, fsdp_unit_modules=[zoo.Block])
@@ -910,8 +915,8 @@ def test_orders_of_arguments() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_units() -> None:
-    """Megatron Core: Megatron FSDP: "You can configure which modules should be treated as FSDP units through the fsdp_unit_modules
-    argument. This configuration is mandatory." Here the layers of a transformer are found automatically."""
+    """Megatron Core: Megatron FSDP: "You can configure which modules should be treated as FSDP units through the
+    fsdp_unit_modules argument. This configuration is mandatory." Here the layers of a transformer are found."""
     sharded = FullyShardedDataParallel(CONFIG, settings(), parity.build(zoo.Plain), disable_bucketing=True)
     assert [unit.name for unit in sharded.sharded.eager.units if not unit.is_root] == [f"blocks.{i}" for i in range(3)]
     with pytest.raises(ValueError, match="Name the classes to shard by"):
@@ -964,8 +969,8 @@ def test_wrapping_that_is_refused() -> None:
     refused(ValueError, "expert_model_parallel_size=3 must divide the 4 data-parallel and", config=many)
     experts = parity.build(zoo.Plain)
     experts.head.weight.allreduce = False
-    # Megatron Core: Megatron FSDP: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based
-    # on parameter markings."
+    # Megatron Core: Megatron FSDP: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert
+    # data-parallel) based on parameter markings."
     refused(ValueError, "'head.weight' has allreduce=False.*expt_device_mesh", model=experts)
     duck = SimpleNamespace(data_parallel_sharding_strategy="optim")  # no other attributes, and none is added
     model = FullyShardedDataParallel(SimpleNamespace(), duck, parity.build(zoo.Plain))
@@ -1043,6 +1048,7 @@ def batches_of(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, 8, generator=generator), torch.randint(0, 5, (3, 4), generator=generator)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_the_example_of_megatron_core(mode: str) -> None:
@@ -1110,7 +1116,8 @@ def test_the_example_of_megatron_core(mode: str) -> None:
 
 @on_ranks(2)
 def test_models_on_the_meta_device() -> None:
-    """Megatron Core: Megatron FSDP, "Initializing Models on the Meta Device", and "ensure they implement the reset_parameters API"."""
+    """Megatron Core: Megatron FSDP, "Initializing Models on the Meta Device", and "ensure they implement the
+    reset_parameters API"."""
     with torch.device("meta"):
         model = zoo.Plain()
     torch.manual_seed(3)
@@ -1186,6 +1193,7 @@ def test_broadcast_of_parameters() -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_process_groups_of_megatron() -> None:
     """Groups of tensor-parallel neighbors, and of two halves of the data-parallel ranks, become the right meshes.

@@ -1,7 +1,7 @@
 """Examples of Megatron's documents run as they are printed (``printed/``). Only their imports name this package.
 
-``bridge_*``: Megatron Bridge, "Megatron FSDP". ``core_*``: Megatron Core, "Megatron FSDP". ``readme_*``: megatron-fsdp's README.
-``user_guide_*``: "Megatron-FSDP User Guide".
+``bridge_*``: Megatron Bridge, "Megatron FSDP". ``core_*``: Megatron Core, "Megatron FSDP".
+``readme_*``: megatron-fsdp's README. ``user_guide_*``: "Megatron-FSDP User Guide".
 """
 
 from __future__ import annotations
@@ -340,7 +340,10 @@ def test_the_walkthrough_of_the_readme() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_mesh_with_outer_ranks_that_are_not_named() -> None:
-    """Outer ranks without a name are ignored if there is only one. Several are refused: gradients would not be reduced over them."""
+    """Outer ranks without a name are ignored if there is only one.
+
+    Several are refused: gradients would not be reduced over them.
+    """
     names = ("dp_outer", "dp_shard")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 4), mesh_dim_names=names)
     model = fully_shard_model(

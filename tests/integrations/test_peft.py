@@ -51,6 +51,7 @@ def sharded(mode: str) -> tuple[Any, Any, Any, Any]:
     return whole, model, call, alone
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_preferences_with_adapters(mode: str) -> None:
@@ -98,6 +99,7 @@ class Quantised(nn.Module):
         return F.linear(x, weight, self.codes_of_bias.to(x.dtype) * 0.01) + self.up(self.down(x))
 
 
+@pytest.mark.long_if("*-aot_eager")
 @pytest.mark.parametrize(
     ("mode", "float8", "sharding"),
     [
@@ -140,6 +142,7 @@ def test_adapters_on_a_quantised_model(mode: str, float8: bool, sharding: dict[s
         torch.testing.assert_close(param.full_tensor().float(), expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_adapters_are_merged_and_taken_out_between_steps(mode: str) -> None:

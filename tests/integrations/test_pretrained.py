@@ -207,7 +207,10 @@ def test_models_without_values(is_meta: bool, tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=60)
 def test_saves_that_fail(tmp_path: Path) -> None:
-    """If one rank fails, all raise, and the earlier folder is as it was. A save replaces weights, and keeps other files."""
+    """If one rank fails, all raise, and the earlier folder is as it was.
+
+    A save replaces weights, and keeps other files.
+    """
     model, folder = fully_shard_model(llama(), fsdp_unit_modules="auto"), tmp_path / "a"
     mfsdp_compile.save_pretrained(model, folder, max_shard_bytes=20_000)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

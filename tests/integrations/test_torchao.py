@@ -65,6 +65,7 @@ def assert_equal(mine: list[Tensor], its: list[Tensor]) -> None:
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2, 4)
 def test_losses_are_those_of_fsdp2() -> None:
     """With buckets of one parameter, ranks hold the same rows as under FSDP2, and gloo sums in the same order."""
@@ -77,6 +78,7 @@ def test_losses_are_those_of_fsdp2() -> None:
         assert names == {n for n, p in model.module.named_parameters() if n.startswith("layers.") and p.dim() == 2}
 
 
+@pytest.mark.long
 @on_ranks(2, 4)
 def test_uneven_rows() -> None:
     """Compared with FSDP2 on one rank: on several, FSDP2 gathers parts of different sizes, and fails."""
@@ -90,6 +92,7 @@ def test_uneven_rows() -> None:
     assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_the_program_of_the_page() -> None:
     page = (ROOT / "docs" / "fp8.md").read_text()
@@ -103,6 +106,7 @@ def test_the_program_of_the_page() -> None:
     assert variables["loss"].isfinite()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_tensor_parallel() -> None:
     """Each part of a divided weight has a scale of its own, as under FSDP2."""
@@ -142,13 +146,14 @@ def test_scales_are_those_of_torchao() -> None:
 # -- eager, compiled --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "sharding", "options"),
     [
         pytest.param("HSDP optim_grads_params", {}, {"reshard_after_forward": 2}, id="HSDP, portions"),
         pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {"regions": True}, id="buffers, regions"),
-        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved", marks=pytest.mark.long),
-        pytest.param("optim_grads_params", {"bucket_bytes": 2048}, {}, id="small buckets", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved"),
+        pytest.param("optim_grads_params", {"bucket_bytes": 2048}, {}, id="small buckets"),
     ],
 )
 @on_ranks(4)
@@ -166,6 +171,7 @@ def test_compiled_equals_eager(strategy: str, sharding: dict[str, Any], options:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_kept_gathered_and_served() -> None:
     expected = train(*shard(llama()))
@@ -196,6 +202,7 @@ def test_inductor() -> None:
         assert torch.allclose(mine, its, rtol=1e-3)  # products are rounded to bfloat16 elsewhere
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", [zoo.FrozenUnit, zoo.FrozenParameters, zoo.Checkpointed])
 @on_ranks(2)
 def test_models(factory: type[nn.Module]) -> None:
@@ -231,6 +238,7 @@ class WithExperts(nn.Module):
         return x + self.experts[0](self.up(x).relu())
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_expert_parallel() -> None:
     """Scales are those of this rank's experts, over the ranks that share them."""
@@ -256,6 +264,7 @@ def test_expert_parallel() -> None:
     assert_equal(found[3:], found[:3])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_without_gradients() -> None:
     model, call, _ = shard(llama(), AOT_EAGER)
@@ -286,6 +295,7 @@ def test_meta_device() -> None:
 # -- memory, collectives ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_no_weight_is_saved() -> None:
     """Neither bytes nor what a layer makes of a weight is saved by graphs, and in eager mode none outlives its unit."""
@@ -334,6 +344,7 @@ def test_no_weight_outlives_its_unit() -> None:
     loss.backward()
 
 
+@pytest.mark.long_unless("*-eager-4")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -363,6 +374,7 @@ def test_a_weight_is_for_one_forward() -> None:
 # -- rowwise ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 @on_ranks(2)
 def test_rowwise_recipes(recipe: str) -> None:
@@ -397,8 +409,8 @@ def test_mxfp8_is_that_of_torchao() -> None:
 def test_nvfp4_is_that_of_torchao() -> None:
     """Bytes, scales and dequantized values of ``param_comm_scaling="nvfp4"``, to the bit.
 
-    torchao multiplies by reciprocal scales, which may round to another side of a midpoint; with these values it does not.
-    Its scales are no smaller than E4M3's normal numbers, so values are compared whose scales are normal.
+    torchao multiplies by reciprocal scales, which may round to another side of a midpoint; with these values it does
+    not. Its scales are no smaller than E4M3's normal numbers, so values are compared whose scales are normal.
     """
     torchao()
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -618,10 +630,11 @@ def test_weights_that_torchao_quantizes_at_rest_are_refused() -> None:
 # -- other training of torchao ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["int8", "mx"])
 @on_ranks(2)
 def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
-    """Layers that quantize ordinary parameters as they compute. torch puts those for MX into graphs, not those for int8."""
+    """Layers that quantize ordinary parameters as they compute. torch traces those for MX, not for int8."""
     found = []
     for mode in (None, EAGER, AOT_EAGER):
         torch.manual_seed(0)
@@ -641,7 +654,7 @@ def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
 @on_ranks(2)
 @pytest.mark.long
 def test_param_dtype_as_fsdp2() -> None:
-    """A float32 model with FSDP2's policy trains as under FSDP2: weights in float8 are for layers that compute in bfloat16."""
+    """A float32 model with FSDP2's policy trains as under FSDP2: float8 weights are for layers in bfloat16."""
     reference = torchao_models.fsdp2(llama(torch.float32), init_device_mesh("cpu", (dist.get_world_size(),)))
     expected = train(reference, reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     policy = TorchPolicy(param_dtype=BF16, reduce_dtype=BF16)

@@ -121,7 +121,8 @@ def loss_of(call: nn.Module, batch: Batch) -> Tensor:
     return loss * ranks
 
 
-@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("goes_on", [False, True])
 @on_ranks(2)
 def test_trainer_is_the_plain_loop(tmp_path: Path, goes_on: bool) -> None:
     """Trainer equals a plain loop bit for bit, operator by operator, and continues where it was.
@@ -160,6 +161,7 @@ class StopsAt(transformers.TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "stop"), [("optim_grads_params", 4), ("optim", 3)]
 )  # within an epoch, and between epochs
@@ -225,6 +227,7 @@ class Uneven(Dataset[Batch]):
         return {"input_ids": example["input_ids"], "labels": example["labels"].where(torch.arange(64) < counted, -100)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "averages"), [("optim_grads_params", True), ("no_shard", True), ("optim", False)])
 @on_ranks(2)
 def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages: bool) -> None:
@@ -279,6 +282,7 @@ def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_bfloat16(tmp_path: Path) -> None:
     """The model computes in bfloat16 and steps in float32, from its original values."""
@@ -302,6 +306,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert_bitwise(weights_of(trainer), dict(loaded.state_dict()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["replicas", "bfloat16 model", "flat optimizer", "units", "offload"])
 @on_ranks(2, 4)
 def test_ways_to_shard(tmp_path: Path, what: str) -> None:
@@ -331,6 +336,7 @@ def test_ways_to_shard(tmp_path: Path, what: str) -> None:
         assert torch.equal(value.to(loaded.dtype), loaded.state_dict()[name]), name
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_an_optimizer_that_was_there_before(tmp_path: Path) -> None:
     data = hf_trainer.windows(3, 2)
@@ -345,6 +351,7 @@ def test_an_optimizer_that_was_there_before(tmp_path: Path) -> None:
     assert_bitwise(weights_of(given), weights_of(made))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
     """Label smoothing works. It tests the model's class; for the class of a wrapper it would not shift labels."""
@@ -359,6 +366,7 @@ def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
     assert losses_of(trainer) == pytest.approx([expected.item()], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @on_ranks(2)
 def test_adapters(tmp_path: Path) -> None:
@@ -397,6 +405,7 @@ class Spoils(transformers.TrainerCallback):
                     param.mul_(-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("only_model", [False, True])
 @on_ranks(2)
 def test_the_best_of_several(tmp_path: Path, only_model: bool) -> None:
@@ -434,6 +443,7 @@ def test_the_best_of_several(tmp_path: Path, only_model: bool) -> None:
     assert evaluated[1] == pytest.approx(out.loss.item(), rel=1e-5)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_evaluation_without_training(tmp_path: Path) -> None:
     """Evaluation works without training, compiled, and so does generation with different numbers of tokens per rank."""
@@ -472,6 +482,7 @@ class Full:
         raise OSError(f"no space left for {folder}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [hf_trainer.build, Wrapped])
 @on_ranks(2, timeout=60)
 def test_errors_of_the_rank_that_writes(build: Any, tmp_path: Path) -> None:
@@ -541,6 +552,7 @@ def test_settings_of_ddp_change_no_numbers(tmp_path: Path) -> None:
         MfsdpTrainer(model, arguments(tmp_path, ddp_broadcast_buffers=False))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_models_and_contradictions_that_are_refused(tmp_path: Path) -> None:
     with trainers():

@@ -39,7 +39,10 @@ def config(hidden: int = 48, layers: int = 2) -> LlamaConfig:
 
 
 def convert(model: nn.Module, recipe: str = "tensorwise", where: str = "", **options: Any) -> nn.Module:
-    """Convert linear layers whose names contain ``where``. The tensorwise recipe gathers in float8, unless told not to."""
+    """Convert linear layers whose names contain ``where``.
+
+    The tensorwise recipe gathers in float8, unless told not to.
+    """
     float8 = torchao()
     if recipe == "tensorwise":
         given = float8.Float8LinearConfig(**{"enable_fsdp_float8_all_gather": True, **options})

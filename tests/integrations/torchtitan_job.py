@@ -1,6 +1,7 @@
 """torchtitan's trainer on CPUs, over its own FSDP2 or over this package: a program for torchrun.
 
-    python -m torch.distributed.run --nproc-per-node=2 torchtitan_job.py fsdp2|mfsdp folder steps spmd_backend replicas offload
+    python -m torch.distributed.run --nproc-per-node=2 torchtitan_job.py \\
+        fsdp2|mfsdp folder steps spmd_backend replicas offload
 
 torchtitan looks for accelerators when it is imported, and later for their memory. With gloo, FSDP2's reductions without
 division must be requested in a different way. This program replaces these parts. The first rank writes losses and

@@ -3,13 +3,8 @@
 ``make mutants`` applies them one by one, in a copy, and runs the tests that should fail. See docs/mutants.md.
 """
 
-from .checkpoint_mutants import CHECKPOINT
-from .fp8_mutants import FP8
-from .more_runtime_mutants import MORE_RUNTIME
-from .offload_mutants import OFFLOAD
-from .passes_mutants import PASSES_MUTANTS
-from .precision_mutants import PRECISION
-from .runtime_mutants import RUNTIME
-from .te_mutants import TRANSFORMER_ENGINE
+from pathlib import Path
 
-MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT, *FP8, *OFFLOAD, *PRECISION, *TRANSFORMER_ENGINE)
+from .mutant import read
+
+MUTANTS = tuple(mutant for path in sorted(Path(__file__).parent.glob("*.diff")) for mutant in read(path))

@@ -51,6 +51,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_bad_parts_do_not_stop_others(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -86,6 +87,7 @@ def test_bad_parts_do_not_stop_others(tmp_path: Path) -> None:
     assert all(name in printed for name in found)
 
 
+@pytest.mark.long
 def test_time_that_is_over_skips_parts(tmp_path: Path) -> None:
     parts = [part("first", "import time; time.sleep(30)"), part("second", "pass")]
     (tmp_path / "parts.json").write_text(json.dumps(parts))
@@ -94,6 +96,7 @@ def test_time_that_is_over_skips_parts(tmp_path: Path) -> None:
     assert code == 1
 
 
+@pytest.mark.long
 def test_real_parts_on_fake_gpus(tmp_path: Path) -> None:
     """Facts, and a program that measures, the way ``make gpu`` starts them."""
     code, printed, summary = harness(tmp_path / "out", "--only", "environment", "overlap", timeout=200)

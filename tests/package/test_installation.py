@@ -76,6 +76,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return start
 
 
+@pytest.mark.long
 def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     out = run(
         "import torch, sys; print('mfsdp' in torch._dynamo.list_backends(), 'mfsdp_compile' in sys.modules)",
@@ -84,6 +85,7 @@ def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     assert out.split() == ["True", "False"]
 
 
+@pytest.mark.long
 def test_finalizers_import_nothing() -> None:
     """Finalizers import nothing, because garbage collection may run them in the middle of an import.
 
@@ -99,6 +101,7 @@ print(sorted(set(sys.modules) - before))
     assert run(program).split() == ["[]"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
     """The checkout is importable with ``PYTHONPATH=.``, without an installation, as on machines without a network."""
@@ -130,6 +133,7 @@ for module in (mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtim
 """
 
 
+@pytest.mark.long
 def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) -> None:
     """All modules come from the checkout on the path, never from a mixture of two checkouts."""
     ours = tmp_path.resolve() / "checkout"
@@ -185,8 +189,9 @@ def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
         assert (installed / "mfsdp_compile" / part).is_file()
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["doctor", pytest.param("demo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("command", ["doctor", "demo"])
 def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: Path, command: str) -> None:
     environment = {"PYTHONPATH": str(installed), "COLUMNS": "200"}
     where = "import mfsdp_compile.runtime.geometry.layout as layout; print(layout.__file__)"
@@ -208,6 +213,7 @@ def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: P
         assert json.loads((tmp_path / "demo-out" / "summary.json").read_text())["collectives"]["reductions"] == 8
 
 
+@pytest.mark.long
 def test_checkout_root_with_a_plain_installation(installed: Path) -> None:
     """The package works if it is run from the root of a checkout, where the local folder has no ``passes`` inside."""
     out = run(
@@ -224,6 +230,7 @@ def start(folder: Path, **options: object) -> dict[str, int]:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
     """A second start compiles from the cache, but never from an entry made under other options."""
@@ -260,8 +267,9 @@ def test_help_needs_no_torch() -> None:
     assert "calibrate" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("model", ["llama", pytest.param("hf-llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["llama", "hf-llama"])
 def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -> None:
     """The whole demo runs eagerly. ``make demo`` and its users run it compiled."""
     out = demo("--steps", "4", "--parity-steps", "2", "--model", model)
@@ -277,6 +285,7 @@ def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -
     assert f"then {seconds_text(seconds)} each (median), {128 / seconds:,.0f} tokens/s" in out  # one step time
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_demo_goes_on_from_its_checkpoint(tmp_path: Path, demo: Callable[..., str]) -> None:
     """Interrupted training has exactly the losses of uninterrupted training, to the last bit."""
@@ -292,6 +301,7 @@ def test_demo_goes_on_from_its_checkpoint(tmp_path: Path, demo: Callable[..., st
     assert [float(row.split(",")[1]) for row in rows] == whole
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_demo_reports_a_rank_that_fails(demo: Callable[..., str]) -> None:
     with pytest.raises(RuntimeError, match="a rank failed"):
@@ -305,6 +315,7 @@ def test_doctor_looks_at_the_installation(capsys: pytest.CaptureFixture[str]) ->
     assert "mfsdp_compile.backend.compile:mfsdp" in out
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs real collectives, and ends with a verdict."""

@@ -106,6 +106,7 @@ def train(
             optimizer.zero_grad()
 
 
+@pytest.mark.long_unless("*-eager-")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
@@ -113,23 +114,27 @@ def test_data_and_context(mode: str, checkpointed: bool) -> None:
     train(mode, checkpointed)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_inductor() -> None:
     train(INDUCTOR, checkpointed=False, steps=2)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_parts_in_order(mode: str) -> None:
     train(mode, checkpointed=False, balanced=False, steps=2)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_four_ranks_of_one_sequence() -> None:
     train(AOT_EAGER, checkpointed=False, steps=2, mesh=mesh_of(1, 4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "balanced"), [(EAGER, True), (AOT_EAGER, True), (AOT_EAGER, False)])
 @on_ranks(4)
 def test_ring(mode: str, balanced: bool) -> None:
@@ -137,6 +142,7 @@ def test_ring(mode: str, balanced: bool) -> None:
     train(mode, checkpointed=False, balanced=balanced, steps=2, rotate="alltoall", mesh=mesh_of(1, 4))
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
@@ -145,6 +151,7 @@ def test_ring_and_data(mode: str, checkpointed: bool) -> None:
     train(mode, checkpointed, steps=2, rotate="alltoall")
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_replicas_outside() -> None:
     """HSDP replicates over data-parallel ranks and shards over context-parallel ranks."""
@@ -216,6 +223,7 @@ def test_attention(balanced: bool) -> None:
             torch.testing.assert_close(context.unshard(part.grad, 2), x.grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("balanced", [True, False])
 @on_ranks(4)
@@ -226,8 +234,8 @@ def test_ring_attention(balanced: bool, ranks: int) -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 4, 24, 8)]
     q, k, v, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    # Outputs are rounded to bfloat16 (2^-9 of each) in every block and once more when they are merged. Gradients are sums
-    # over up to 24 positions of products of values that were rounded like this, of size 1 to 4 here.
+    # Outputs are rounded to bfloat16 (2^-9 of each) in every block and once more when they are merged. Gradients are
+    # sums over up to 24 positions of products of values that were rounded like this, of size 1 to 4 here.
     for dtype, limits in ((torch.float64, {}), (torch.bfloat16, {"rtol": 2**-6, "atol": 2**-5})):
         for is_causal in (True, False):
             whole = [x.to(dtype).double().clone().requires_grad_() for x in (q, k, v)]
@@ -245,6 +253,7 @@ def test_ring_attention(balanced: bool, ranks: int) -> None:
                 torch.testing.assert_close(context.unshard(part, 2).double(), x.detach(), **limits)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_a_ring_saves_its_own_keys_and_values(mode: str) -> None:
@@ -296,6 +305,7 @@ COUNTS = {"as it is": (2, 1, 1, 1), "checkpointed layers": (2, 1, 2, 1)}
 """Collectives of a step: gathers and reduce-scatters of a bucket, then of keys and values of a layer."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", COUNTS)
 @on_ranks(4)
 def test_collectives(layers: str) -> None:

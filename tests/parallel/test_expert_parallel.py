@@ -202,14 +202,14 @@ def check_parity(mesh: str, microbatches: int = 1, compiled_too: Sequence[bool] 
             assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True)), "eager and compiled differ"
 
 
-@pytest.mark.parametrize(
-    "compiled_too", [(), *(pytest.param((too,), marks=pytest.mark.long) for too in (False, True))], ids=str
-)
+@pytest.mark.long_unless("*-()")
+@pytest.mark.parametrize("compiled_too", [(), *((too,) for too in (False, True))], ids=str)
 @on_ranks(4)
 def test_gradients_of_one_process(compiled_too: tuple[bool, ...]) -> None:
     check_parity("2 x 2", compiled_too=compiled_too)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_gradients_of_compiled_code() -> None:
     """Compiled gradients are correct for one layer over two ranks with their own experts.
@@ -228,20 +228,21 @@ def test_gradients_of_one_process_on_eight_ranks(mesh: str) -> None:
     check_parity(mesh, microbatches=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["1 x 4", "4 x 1"])
 @on_ranks(4)
 def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
     check_against(train_alone(), mesh, EAGER, checkpointed=False)
 
 
+@pytest.mark.long_unless("*-1 x 4-eager")
 @pytest.mark.parametrize(
     ("mesh", "mode"),
     [
         ("1 x 4", EAGER),
-        *(
-            pytest.param(*row, marks=pytest.mark.long)
-            for row in [("1 x 4", AOT_EAGER), ("2 x 2", EAGER), ("2 x 2", AOT_EAGER)]
-        ),
+        ("1 x 4", AOT_EAGER),
+        ("2 x 2", EAGER),
+        ("2 x 2", AOT_EAGER),
     ],
 )
 @on_ranks(4)
@@ -264,15 +265,16 @@ def test_optimizer_in_host_memory(mesh: str, mode: str) -> None:
     if mesh == "1 x 4":
         with pytest.raises(NotImplementedError, match="no other rank shares"):
             make(mesh, offload_policy=CPUOffloadPolicy())
-    torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [0, 1, 2])
 @on_ranks(4)
 def test_gradients_of_other_strategies(strategy: str) -> None:
     check_against(train_alone(2), "2 x 2", EAGER, False, 2, zero_dp_strategy=strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
@@ -305,6 +307,7 @@ def test_some_experts_get_no_token() -> None:
     assert all(load.max() > load.min() for load in loads), loads
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_tokens_are_gathered_instead() -> None:
     """The dispatch with static shapes gives the same gradients."""
@@ -314,6 +317,7 @@ def test_tokens_are_gathered_instead() -> None:
     check_against(alone, "2 x 2", AOT_EAGER, True, config=static)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_a_mesh_of_this_ranks_alone() -> None:
     """An expert mesh may contain only the ranks that share this rank's experts, as Megatron's does."""
@@ -324,13 +328,15 @@ def test_a_mesh_of_this_ranks_alone() -> None:
     check_against(alone, "2 x 2", EAGER, False, expt_device_mesh=own)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
-@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_experts_whose_matrices_are_cut(mode: str) -> None:
     """Two ranks share three experts, so that the second one is cut."""
@@ -416,6 +422,7 @@ class Numbered(nn.Module):
         return self
 
 
+@pytest.mark.long_unless("*-eager-*")
 @pytest.mark.parametrize("over_all", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
@@ -478,6 +485,7 @@ class Divided(nn.Module):
         return self.blocks(x).pow(2).mean()
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_experts_that_are_dtensors() -> None:
     """Experts that are DTensors train exactly like experts that are plain local parts."""
@@ -547,6 +555,7 @@ def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, T
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
     """Weights and AdamW's state load bit for bit at other expert-parallel sizes."""
@@ -592,6 +601,7 @@ def save_and_load(folder: str) -> None:
 PLANNED = MoeConfig(256, 128, 4, 4, 2, 192, experts=8, chosen=2, shared=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "outer", "expert_parallel"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 2, 2)])
 def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_parallel: int) -> None:
@@ -650,6 +660,7 @@ def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_para
     assert abs(row.needed / measured - 1) <= 0.05, (row.needed, measured)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "mixtral-8x7b", "--world", "64", "--seq", "128", "--checkpoint", "full"]
@@ -697,8 +708,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
-    # Experts that no other rank has are used and reduced without communication. Experts that only outer ranks have, too,
-    # are neither gathered nor scattered inside.
+    # Experts that no other rank has are used and reduced without communication. Experts that only outer ranks have,
+    # too, are neither gathered nor scattered inside.
     shared = mesh != "1 x 4"
     divided = shared and mesh != "HSDP 2 x 1 x 2"
     buckets = UNITS + EXPERT_UNITS * divided
@@ -742,11 +753,10 @@ def test_the_table_in_the_docs() -> None:
     assert "\n".join(table()) in "\n".join(found), "the table should be\n" + "\n".join(table())
 
 
+@pytest.mark.long_unless("*-2 x 2-eager-False")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
-@pytest.mark.parametrize(
-    "mesh", ["2 x 2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1 x 4", "4 x 1", "HSDP 2 x 1 x 2"))]
-)
+@pytest.mark.parametrize("mesh", ["2 x 2", "1 x 4", "4 x 1", "HSDP 2 x 1 x 2"])
 @on_ranks(4)
 def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> None:
     assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)
@@ -964,10 +974,14 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
     }
 
 
+@pytest.mark.long_unless("*-rowwise", "*-tensorwise")
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
-    """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
+    """Stacked experts have scales per expert.
+
+    Two collectives per step: experts are not on the same ranks as the rest.
+    """
     policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)  # type: ignore[arg-type]
     batch = batches(0)[0][dist.get_rank()]
     config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling in ("mxfp8", "nvfp4") else CONFIG
@@ -991,6 +1005,7 @@ def test_quantized_gathers(scaling: str) -> None:
     assert sum(bucket.scale_count for bucket in stacked) == sum(counts)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_quantized_gathers_of_compiled_code() -> None:
     policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)

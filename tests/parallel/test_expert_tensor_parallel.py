@@ -92,6 +92,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(dist.get_world_size(), TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
 @on_ranks(4)
 def test_training_of_one_process(shape: tuple[int, int, int]) -> None:

@@ -128,6 +128,7 @@ def assert_close(mine: list[dict[str, Tensor]], its: list[dict[str, Tensor]]) ->
             assert (a[name] - wanted).abs().max() <= RELATIVE * scale, (name, step)
 
 
+@pytest.mark.long_unless("*-ep 2, etp 2")
 @pytest.mark.parametrize("shape", SHAPES)
 @on_ranks(4)
 def test_training_of_one_process(shape: str) -> None:
@@ -135,6 +136,7 @@ def test_training_of_one_process(shape: str) -> None:
     assert_close(train(shape, EAGER, config=config)[0], train_alone(config))
 
 
+@pytest.mark.long_unless("*-{'zero_dp_strategy': 2}")
 @pytest.mark.parametrize(
     "given",
     [{"zero_dp_strategy": 0}, {"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, {"average_in_collective": True}],
@@ -146,6 +148,7 @@ def test_strategies_and_averages(given: dict[str, Any]) -> None:
     assert_close(train("ep 2", EAGER, config=config, **given)[0], train_alone(config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer_strategy", [0, 1])
 @on_ranks(8)
 def test_hybrid_sharding(outer_strategy: int) -> None:
@@ -173,6 +176,7 @@ def test_hybrid_sharding(outer_strategy: int) -> None:
     assert_close([mine], [{name: param.grad for name, param in alone.named_parameters()}])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 @on_ranks(4)
 def test_compiled_equals_eager_bitwise(shape: str) -> None:
@@ -181,6 +185,7 @@ def test_compiled_equals_eager_bitwise(shape: str) -> None:
     assert all(map(torch.equal, eager, compiled))
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=300)
 def test_inductor() -> None:
     config = replace(CONFIG, layers=1)
@@ -190,6 +195,7 @@ def test_inductor() -> None:
 # -- at rest ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-ep 2")
 @pytest.mark.parametrize("shape", ["ep 2", "ep 4"])
 @on_ranks(4)
 def test_parameters_at_rest(shape: str) -> None:
@@ -204,6 +210,7 @@ def test_parameters_at_rest(shape: str) -> None:
             torch.testing.assert_close(param.norm().detach().full_tensor(), alone[name].norm().detach())
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_checkpoints_fit_other_divisions() -> None:
     """Weights and optimizer state are the same, bit for bit, with other numbers of expert-parallel ranks."""
@@ -231,6 +238,7 @@ def test_checkpoints_fit_other_divisions() -> None:
         assert all(map(torch.equal, wholes(other, its), expected)), shape
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_training_goes_on_after_a_reset() -> None:
     model = make("ep 2")
@@ -321,6 +329,7 @@ def test_ranks_that_diverge() -> None:
 PLANNED = MoeConfig(256, 128, 4, 4, 2, 192, experts=8, chosen=2, shared=1)
 
 
+@pytest.mark.long
 def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
     shared = ["plan", "--model", "mixtral-8x7b", "--world", "64", "--hardware", "h100-ib"]
     assert main([*shared, "--seq", "128", "--checkpoint", "full", "--tp", "2", "--ep", "8", "--etp", "2"]) == 0
@@ -337,6 +346,7 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
         assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
@@ -352,8 +362,8 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planned_memory_is_what_a_step_takes(degrees: Degrees, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned memory is within 3 % of the measurement: kernels have workspaces, and segments are coarse.
 
-    The other ranks are fake, and nothing but the step allocates. Fake collectives do not keep their inputs, which real ones
-    do until they are awaited.
+    The other ranks are fake, and nothing but the step allocates. Fake collectives do not keep their inputs, which real
+    ones do until they are awaited.
     """
     without_inputs = functools.partial(CostModel, holds_inputs=False)
     monkeypatch.setattr("mfsdp_compile.planning.on_ranks.CostModel", without_inputs)

@@ -198,9 +198,8 @@ def train(kind: type, mode: str, *, steps: int = 3, checkpointed: bool = False, 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-INTERLEAVED = {"stages": 4}
 
-
+@pytest.mark.long_unless("*-Schedule1F1B-eager-")
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
@@ -209,6 +208,7 @@ def test_one_stage_per_rank(kind: type, mode: str, checkpointed: bool) -> None:
     train(kind, mode, checkpointed=checkpointed)
 
 
+@pytest.mark.long_unless("*-ScheduleInterleaved1F1B-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, schedules.ScheduleLoopedBFS])
 @on_ranks(4)
@@ -216,6 +216,7 @@ def test_several_stages_per_rank(kind: type, mode: str) -> None:
     train(kind, mode, stages=4, steps=2)
 
 
+@pytest.mark.long_if("*-ScheduleZBVZeroBubble")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -234,6 +235,7 @@ def test_backwards_in_two_parts_run_in_one(kind: type) -> None:
         train(kind, EAGER, stages=4, steps=2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_inductor() -> None:
@@ -244,6 +246,7 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 HELD: list[dict[str, Any]] = [{}, {"keep_gathered": True}, {"reduce_each": True}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
@@ -252,7 +255,8 @@ def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
         train(Schedule1F1B, mode, steps=2, zero_dp_strategy=strategy, stage_options=held)
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", pytest.param("nvfp4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", ["rowwise", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: Any) -> None:
     """Stages quantize their weights once per step, and their code gathers what the eager path gathers."""
@@ -279,7 +283,7 @@ def test_quantized_gathers(scaling: Any) -> None:
 @on_ranks(4)
 @pytest.mark.long
 def test_param_dtype(mode: str) -> None:
-    """Stages of a float32 model send and compute in ``param_dtype``, as those of a bfloat16 model of the same weights."""
+    """Stages of a float32 model send and compute in ``param_dtype``, as a bfloat16 model of the same weights."""
     mesh, found = pipeline_mesh(), []
     replica = mesh["dp"].get_local_rank()
     for dtype, policy in ((torch.bfloat16, {}), (torch.float32, {"param_dtype": torch.bfloat16})):
@@ -322,6 +326,7 @@ def test_bfloat16_sums_are_float32_and_whole() -> None:
 # -- a step, and another one ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_steps_of_the_schedule_add_up(mode: str) -> None:
@@ -341,6 +346,7 @@ def test_steps_of_the_schedule_add_up(mode: str) -> None:
         pipeline.check_gradients(chain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", [{}, {"keep_gathered": True}], ids=["", "keep_gathered"])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
@@ -375,6 +381,7 @@ def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str,
         evaluate(x[replica], y[replica])
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_torchs_own_stage_works_too(mode: str) -> None:
@@ -382,6 +389,7 @@ def test_torchs_own_stage_works_too(mode: str) -> None:
     train(Schedule1F1B, mode, steps=2, stage_class=torch.distributed.pipelining.PipelineStage)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_turns_of_several_stages_are_known(mode: str) -> None:
@@ -410,6 +418,7 @@ COUNTS: dict[str, tuple[dict[str, Any], Callable[[int], tuple[int, int, int]]]] 
 """Collectives per bucket and step of m microbatches: gathers at each use, gathers of what stays, reduce-scatters."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", COUNTS)
 @on_ranks(4)
 def test_collectives(held: str) -> None:
@@ -457,6 +466,7 @@ def lone_stage(mode: str, **held: Any) -> Any:
     yield model, lambda: schedule.step(x, target=x)
 
 
+@pytest.mark.long_unless("eager-*")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("held", HELD, ids=str)
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
@@ -527,6 +537,7 @@ def test_mistakes_are_explained() -> None:
         model.set_accumulation()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
@@ -561,6 +572,7 @@ def test_accumulation_without_a_pipeline(strategy: str, mode: str) -> None:
             each.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_of_inputs_alone_add_nothing(strategy: str) -> None:
@@ -654,6 +666,7 @@ def test_a_stage_that_raises() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_checkpoints() -> None:
     """All stages in one folder load into one stage on all ranks, and back; a folder per stage works too."""

@@ -158,6 +158,7 @@ COUNTS = {"whole between layers": ((0, 0, 7), (1, 0, 2)), "divided by positions"
 """All-gathers, reduce-scatters and all-reduces of a step over tensor-parallel ranks: of a layer, and of the rest."""
 
 
+@pytest.mark.long_unless("eager-*")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("name", COUNTS)
@@ -185,6 +186,7 @@ def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
     assert counts["all_reduce"] == sums + (mode == EAGER), counts  # eager ranks find out which parameters were used
 
 
+@pytest.mark.long_unless("*-eager-True-*")
 @pytest.mark.parametrize(("mode", "sequence", "recompute"), ROWS)
 @on_ranks(4)
 def test_equals_one_process(mode: str, sequence: bool, recompute: bool) -> None:
@@ -193,6 +195,7 @@ def test_equals_one_process(mode: str, sequence: bool, recompute: bool) -> None:
     assert_close(train(model, call, mesh), train_alone(2, recompute, config))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(4)
 def test_compiled_equals_eager_bitwise(sequence: bool) -> None:
@@ -202,6 +205,7 @@ def test_compiled_equals_eager_bitwise(sequence: bool) -> None:
             assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [0, 1, 2])
 @on_ranks(4)
 def test_strategies(strategy: int) -> None:
@@ -220,6 +224,7 @@ def test_two_data_parallel_dimensions(mode: str, arguments: dict[str, Any]) -> N
     assert_close(train(model, call, mesh), train_alone(4))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_one_data_parallel_rank() -> None:
     """A model works with one data-parallel rank, with nothing left to shard."""
@@ -301,6 +306,7 @@ def test_dimensions_that_marks_name(fake_world: int) -> None:
             partitioner.of("weight", param)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_marks_of_megatron(mode: str) -> None:
@@ -397,11 +403,12 @@ def _whole(model: Any, optimizer: Any) -> list[dict[str, Tensor]]:
     return [full_state_dict(model, rank=None), moments]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         ("dp2 tp2", ("dp4 tp1", "dp1 tp4", "dp2 tp1", "")),
-        pytest.param("outer2 dp2 tp2", ("dp2 tp2",), marks=pytest.mark.long),
+        ("outer2 dp2 tp2", ("dp2 tp2",)),
     ],
 )
 @pytest.mark.processes
@@ -508,6 +515,7 @@ class FailingNet(nn.Module):
         return x.pow(2).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4, timeout=120)
 def test_a_rank_that_fails_and_a_reset(mode: str) -> None:
@@ -564,6 +572,7 @@ def test_a_rank_that_fails_and_a_reset(mode: str) -> None:
 # -- quantized gathers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_quantized_gathers() -> None:
     mesh, arguments = mesh_of("dp2 tp2")

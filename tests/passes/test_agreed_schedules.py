@@ -147,6 +147,7 @@ LENGTHS = [(3, 2000, 900, 40), (500, 7), (2000, 2, 17), (4, 5), (1999, 2000)]
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inner", "bounded"),
     [
@@ -176,6 +177,7 @@ def test_lengths_of_every_rank_change_from_step_to_step(inner: str, bounded: boo
             torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=400)
 def test_hybrid_sharding_and_evaluation_in_between() -> None:
     def run(mode: str) -> list[Tensor]:
@@ -201,6 +203,7 @@ def test_hybrid_sharding_and_evaluation_in_between() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(AOT_EAGER), run(EAGER), strict=True))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_two_models_that_share_code() -> None:
     """If one rank compiles for the second model and the other finds code of the first, neither waits for the other."""
@@ -224,6 +227,7 @@ def test_two_models_that_share_code() -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_one_rank_forgets_its_code() -> None:
     model = build()
@@ -236,6 +240,7 @@ def test_one_rank_forgets_its_code() -> None:
     assert len(met) == 2
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
     """A rank can evaluate alone if parameters are whole, because nothing in it depends on other ranks."""
@@ -251,6 +256,7 @@ def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
     assert len(met) == 2
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_machines_of_two_kinds() -> None:
     """If predictions differ by device, ranks agree on one schedule, and every report says whose figures were used."""
@@ -278,6 +284,7 @@ def test_machines_of_two_kinds() -> None:
 # -- budgets that cannot be kept --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(2, 4, timeout=300)
 def test_a_batch_that_no_schedule_fits() -> None:
     """All ranks raise as soon as the last one has compiled, and continue with shorter batches."""
@@ -296,6 +303,7 @@ def test_a_batch_that_no_schedule_fits() -> None:
     train(model, call, [(3, 500), (500, 3)])
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_one_rank_outgrows_what_was_agreed_on() -> None:
     """If one rank needs another schedule and the others do not compile, all ranks raise."""
@@ -322,6 +330,7 @@ def test_one_rank_outgrows_what_was_agreed_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, train(eager, eager, [(100, 1000)]), strict=True))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=400)
 def test_all_ranks_outgrow_what_was_agreed_on() -> None:
     """If all ranks need another schedule, they agree on one and none runs code of the old one.
@@ -360,6 +369,7 @@ def test_a_store_that_is_gone() -> None:
 # -- compile caches ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2, timeout=500)
 def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ def test_types_without_a_plain_form_are_refused() -> None:
 # -- any number of ranks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.floats(0, 1.2))
 def test_any_lengths(lengths: list[int], room: float) -> None:

@@ -53,6 +53,7 @@ def assert_equal(a: list[Any], b: list[Any]) -> None:
         assert (x is None and y is None) or torch.equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [2, 3], ids=["no region", "regions"])
 @on_ranks(2)
 def test_every_dump_runs_to_the_same_result(layers: int) -> None:
@@ -223,6 +224,7 @@ def test_explain_names_policies() -> None:
     ) in told
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_explain_names_breaks_and_what_is_eager() -> None:
     torch.manual_seed(0)
@@ -243,6 +245,7 @@ def test_explain_names_breaks_and_what_is_eager() -> None:
     assert "second" in explain(model, torch.randn(4, 8)).eager
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_explain_tells_recompilations() -> None:
     model = demo_model(1)
@@ -259,6 +262,7 @@ def test_explain_takes_sharded_models() -> None:
         explain(nn.Linear(2, 2))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_world")
 def test_many_layers_are_told_on_a_page() -> None:
     model = demo_model(layers=40)

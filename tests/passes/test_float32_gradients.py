@@ -456,6 +456,7 @@ def gradients(interpreter: type[OnCPU], graph: fx.Graph) -> list[Tensor]:
     return list(interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs))
 
 
+@pytest.mark.long_if("Llama")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", MODELS)
 def test_traced_backward(name: str) -> None:

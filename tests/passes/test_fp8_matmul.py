@@ -1,4 +1,4 @@
-"""Linear layers in float8: arithmetic, what is rewritten and what is left, parity with the same operator in a module."""
+"""Linear layers in float8: arithmetic, what is rewritten and what is left, parity with the operator in a module."""
 
 from __future__ import annotations
 
@@ -203,6 +203,7 @@ def test_what_is_rewritten_and_why_the_rest_is_not() -> None:
     ]
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.usefixtures("fake_world")
 def test_a_filter_and_a_machine_choose() -> None:
@@ -215,7 +216,8 @@ def test_a_filter_and_a_machine_choose() -> None:
     model = shard(build())
     lines = report_of(model, *tokens(0), fp8_matmul="tensorwise", fp8_wgrad=True, fp8_filter=choose)
     assert lines[0] == (
-        "4 linear layers (layers.0.feed_forward.down.weight, layers.1.feed_forward.down.weight, layers.2.feed_forward.down.weight and "
+        "4 linear layers (layers.0.feed_forward.down.weight, layers.1.feed_forward.down.weight, "
+        "layers.2.feed_forward.down.weight and "
         "1 more) in float8, "
         "tensorwise: forward, dgrad and wgrad"
     )
@@ -239,6 +241,7 @@ def test_auto_wants_a_gain() -> None:
     )
 
 
+@pytest.mark.long_unless("True-True")
 @needs_rows
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("wgrad", [False, True])
@@ -329,6 +332,7 @@ def assert_parity(scaling: str = "rowwise", wgrad: bool = False, microbatches: i
         assert torch.equal(mine, its)
 
 
+@pytest.mark.long
 @needs_rows
 @on_ranks(2, timeout=240)
 def test_parity_with_the_operator_in_modules() -> None:
@@ -353,6 +357,7 @@ def _frozen(model: Llama) -> Llama:
     return model
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.parametrize("case", ["checkpointed", "frozen", "portions", "buffers", "HSDP", "optim", "no_shard"])
 @on_ranks(4, timeout=300)
@@ -391,6 +396,7 @@ def test_layers_with_divided_weights_stay_as_they_are() -> None:
     assert_parity(change=divided, where="attention", **dimensions)
 
 
+@pytest.mark.long
 @needs_rows
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("change", [_plain, _checkpointed, _frozen])
@@ -398,8 +404,8 @@ def test_layers_with_divided_weights_stay_as_they_are() -> None:
 def test_gathered_bytes_are_multiplied(change: Callable[[Llama], Llama], regions: bool) -> None:
     """Weights that were gathered in float8 are multiplied as they are, and no bucket of them is dequantized.
 
-    Values in bfloat16 have the same float8 whether they are quantized before or after their gather, so the first step is
-    that of weights that were gathered in bfloat16. Later, main weights have more digits.
+    Values in bfloat16 have the same float8 whether they are quantized before or after their gather, so the first step
+    is that of weights that were gathered in bfloat16. Later, main weights have more digits.
     """
     eager = shard(change(converted(build(), "rowwise", False)))
     expected = train(eager, eager, steps=1)
@@ -429,7 +435,7 @@ def test_weights_that_were_gathered_with_other_scales(policy: MixedPrecisionPoli
 
 
 def _by_name(model: Any, found: list[Tensor]) -> list[Tensor]:
-    """Return losses, gradients and parameters, these whole and in the order of their names: buckets have other layouts."""
+    """Return losses, gradients and parameters, whole and in the order of their names: buckets have other layouts."""
     params = dict(model.named_parameters())
     trainable = [name for name, p in params.items() if p.requires_grad]
     losses, gradients, values = found[: -len(trainable) - len(params)], {}, {}
@@ -447,6 +453,7 @@ def _whole(param: Any, local: Tensor) -> Tensor:
     return spec.full_tensor()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", SCALINGS)
 @on_ranks(2, timeout=300)
 def test_inductor(scaling: str) -> None:
@@ -463,6 +470,7 @@ def test_inductor(scaling: str) -> None:
     torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
 
 
+@pytest.mark.long
 @needs_rows
 @on_ranks(2, timeout=240)
 def test_verify_step_allows_for_rounding_and_no_more() -> None:

@@ -332,6 +332,7 @@ SHORT = Effort(
 )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_calibration(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

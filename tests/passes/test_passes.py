@@ -420,7 +420,7 @@ def test_copies_of_weights_are_computed_again() -> None:
 
 
 def test_quantized_weights_are_computed_again() -> None:
-    """A layer that quantizes its weight: what is as large as the weight is recomputed, what is made of inputs is not."""
+    """A layer that quantizes its weight: what is as large as the weight is recomputed, what inputs give is not."""
     graph = fx.Graph()
     shard, x = graph.placeholder("shard_0"), graph.placeholder("x")
     weight = gather(graph, shard, 0)
@@ -490,6 +490,7 @@ def test_parts_of_models_keep_nothing() -> None:
     assert not any("kept" in line for report in record.reports[Phase.JOINT] for line in report.lines)
 
 
+@pytest.mark.long_unless("Plain", "FrozenUnit")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", ["Plain", "Tied", "FrozenParameters", "FrozenUnit", "Checkpointed", "CalledTwice"])
 def test_reports_read_well(name: str) -> None:

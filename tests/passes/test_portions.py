@@ -47,12 +47,12 @@ def portions_of(model: Any) -> list[str]:
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
+NAMES = ("Tied", "FrozenUnit", "Checkpointed", "CalledTwice", "GraphBreaks", "Autocast", "Uneven", "FrozenParameters")
+NAMES += ("CheckpointedReentrant", "DisabledChild", "MixedTypes", "Dropout")
 
-SHORT = ("Tied", "FrozenUnit", "Checkpointed", "CalledTwice", "GraphBreaks", "Autocast")
-LONG = ("Uneven", "FrozenParameters", "CheckpointedReentrant", "DisabledChild", "MixedTypes", "Dropout")
 
-
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 @on_ranks(4)
 def test_numbers_stay_to_the_bit(name: str) -> None:
     """Losses, gradients and parameters of three steps of AdamW are equal bit for bit."""
@@ -104,6 +104,7 @@ def assert_hybrid(strategy: str, outer: int) -> None:
     assert dist.get_process_group_ranks(group) == [first, first + 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @on_ranks(4)
 def test_inner_ranks_are_divided(strategy: str) -> None:
@@ -129,6 +130,7 @@ def test_inductor_matches_one_process(name: str) -> None:
     parity.assert_close(run, alone)  # the bounds of all compiled code, whose sums round differently
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_blocks_that_are_compiled_one_by_one() -> None:
     """If three blocks share one graph, each keeps its own portions."""
@@ -162,6 +164,7 @@ def started(model: Any, step: Callable[[], Any]) -> tuple[Counter[tuple[str, str
     return said, Counter({g.group_name: compat.collectives_started(g) - before[g.group_name] for g in groups})
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_collectives_of_a_step_and_their_groups() -> None:
     model, call = parity.shard(parity.build(zoo.Plain), AOT_EAGER, reshard_after_forward=2)
@@ -189,6 +192,7 @@ def told(record: Any) -> list[str]:
     return next(report.lines for report in record.reports[Phase.JOINT] if report.name == "portions")
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_all_of_them_means_true() -> None:
     model, call = parity.shard(parity.build(zoo.Plain), AOT_EAGER, reshard_after_forward=4)
@@ -211,6 +215,7 @@ class Texts:
         self.found.append(str(graph))
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_ranks_of_a_group_have_the_same_graph() -> None:
     """Ranks can share compiled code, because a rank's place in a group is looked up when the graph runs."""
@@ -241,6 +246,7 @@ def step(call: Any, optimizer: Any, batch: Tensor) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_training_goes_on_after_reset() -> None:
     data = parity.batches(3)[:, dist.get_rank()]
@@ -263,6 +269,7 @@ def test_training_goes_on_after_reset() -> None:
     assert all(torch.equal(a, b) for a, b in zip(values(untouched), values(model), strict=True))
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_ranks_that_ask_for_something_else_are_told() -> None:
     _, call, optimizer = failing(again=True if dist.get_rank() == 3 else 2)

@@ -91,7 +91,7 @@ def test_the_cpu_steps_when_the_last_gradient_has_arrived() -> None:
 
 
 def test_a_copy_on_the_device_is_written_once_a_step() -> None:
-    """Where only the optimizer is offloaded, gathers fetch nothing, and the shard (11 us) comes back after the CPU's step."""
+    """If only the optimizer is offloaded, gathers fetch nothing; the shard (11 us) is back after the CPU's step."""
     kept = context([bucket("a", offload="cpu", keeps_copy=True), bucket("b")])
     copy, there = (gather_of(info, i, COSTS) for i, info in enumerate(kept.buckets))
     assert copy.before == there.before
@@ -257,7 +257,7 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
 
 
 def test_quantized_gathers() -> None:
-    """A quarter of float32's bytes is sent, and the shard is quantized before the step and the bucket after its wait."""
+    """A quarter of float32's bytes is sent; the shard is quantized before the step and the bucket after its wait."""
     plain = bucket("a", sizes=[10, 100], ndims=[2])
     info = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise")
     assert (info.sent_bytes, plain.sent_bytes, info.gathered_bytes) == (1000, 4000, 4000)

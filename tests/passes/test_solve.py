@@ -138,6 +138,7 @@ def test_the_tightest_budget_is_the_smallest_schedule() -> None:
         solve(plan, ADAMW, least - 1)
 
 
+@pytest.mark.long
 def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> None:
     """Reductions are awaited at once if that leaves room for another kept bucket.
 
@@ -413,6 +414,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time(plan: StepOutlines) -
         before = found.timeline.seconds
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1, 3]))
 def test_nothing_is_faster_than_where_memory_is_no_matter(plan: StepOutlines, bounds: int) -> None:
@@ -453,6 +455,7 @@ def test_options_bound_what_is_chosen(plan: StepOutlines, prefetch: int, reshard
         assert len(found.decisions.kept) <= 1
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(plans(), st.integers(0, 10))
 def test_decisions_do_not_depend_on_the_order_of_what_they_are_made_of(plan: StepOutlines, step: int) -> None:
@@ -492,11 +495,13 @@ except BudgetError as error:
     least = error.needed
 for more in range(0, 30_000_000, 5_000_000):
     found = solve(plan, OptimizerCost(), least + more)
-    print(sorted(found.decisions.kept), found.decisions.gathers, found.decisions.reductions, found.decisions.why_not_kept)
+    decided = found.decisions
+    print(sorted(decided.kept), decided.gathers, decided.reductions, decided.why_not_kept)
     print(found.timeline.seconds.hex(), found.timeline.peak_bytes)
 """
 
 
+@pytest.mark.long
 def test_decisions_do_not_depend_on_hashes(capsys: pytest.CaptureFixture[str]) -> None:
     """Decisions do not depend on Python's hash seed, because every rank must start the same collectives."""
     script = SCRIPT.format(folder=str(Path(__file__).parents[1]))
@@ -643,6 +648,7 @@ def test_what_was_decided_comes_before_the_policy() -> None:
     )
 
 
+@pytest.mark.long_unless("Tied-3-*")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize(
     ("factory", "strategy", "options"),

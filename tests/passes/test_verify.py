@@ -181,6 +181,7 @@ def graphs() -> list[Scheduled]:
 # -- unchanged graphs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_graphs_are_accepted(graphs: list[Scheduled]) -> None:
     for scheduled in graphs:
         subject = scheduled.copy()
@@ -337,6 +338,7 @@ def sharded_and_compiled(**options: Any) -> tuple[Any, Callable[[Tensor], Tensor
     return parity.shard(parity.build(zoo.Plain), parity.AOT_EAGER, **options)
 
 
+@pytest.mark.long_if("each")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("each", ["once", "each"])
 def test_passes_run_after_ours_and_are_verified(each: str) -> None:
@@ -406,6 +408,7 @@ def test_caches_know_passes_by_their_uuid() -> None:
     assert key(Watches("a"), Watches(None)) is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_passes_in_compile_caches() -> None:
@@ -437,6 +440,7 @@ def test_passes_in_compile_caches() -> None:
 # -- cost of verification ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_world")
 def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification takes less than a hundredth of the fastest compilation, without Inductor."""
@@ -462,7 +466,7 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
     assert spent["noting the contract"] + spent["verifying"] < 0.01 * spent["compiling"]
 
 
-# -- the order ----------------------------------------------------------------------------------------------------------
+# -- the order ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None:

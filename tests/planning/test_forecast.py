@@ -127,13 +127,14 @@ def host_arena() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long_unless("default")
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        pytest.param({"regions": False}, marks=pytest.mark.long),
-        pytest.param({"memory_budget": "68MiB"}, marks=pytest.mark.long),
-        pytest.param({"inner": "inductor"}, marks=pytest.mark.long),
+        {"regions": False},
+        {"memory_budget": "68MiB"},
+        {"inner": "inductor"},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
@@ -147,6 +148,7 @@ def test_memory_with_activation_offload(options: dict[str, Any]) -> None:
     assert measured < (0.8 if not options.get("memory_budget") else 1) * PEAK_ON_DEVICE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OptimizerOffloadPolicy()], ids=["all", "optimizer"])
 def test_memory_with_offloaded_parameters(policy: Any) -> None:
     """What is in host memory is not predicted to be on the device, and copies on the way are."""
@@ -159,6 +161,7 @@ def test_memory_with_offloaded_parameters(policy: Any) -> None:
     assert predicted < default().predicted.peak_bytes
 
 
+@pytest.mark.long_unless("*-buffers=True")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -188,6 +191,7 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
     assert abs(predicted / measured - 1) <= bound, (predicted, measured)
 
 
+@pytest.mark.long
 def test_checkpointing_is_seen() -> None:
     """Predictions change with activation checkpointing.
 
@@ -200,6 +204,7 @@ def test_checkpointing_is_seen() -> None:
     assert again.compute_seconds > plain.compute_seconds * 1.1
 
 
+@pytest.mark.long
 def test_portions_are_seen() -> None:
     """Keeping a half of what is gathered takes more memory than keeping nothing and less than keeping everything."""
     peaks = []
@@ -216,6 +221,7 @@ def test_portions_are_seen() -> None:
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
     solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
     smallest = forecast.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
@@ -238,6 +244,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
     assert gathers[-1] == 0  # gathered once; in between, a faster schedule may gather more and overlap it
 
 
+@pytest.mark.long
 def test_an_impossible_budget_is_refused() -> None:
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
@@ -251,6 +258,7 @@ def test_an_impossible_budget_is_refused() -> None:
     call(tokens, targets).backward()  # the model is unchanged
 
 
+@pytest.mark.long
 def test_without_a_budget_the_device_is_the_bound() -> None:
     """Without a budget, the device's memory is the bound. The error says which device, and the source of its size."""
     small = replace(hardware("cpu"), name="a watch", memory_bytes=20 << 20)
@@ -272,6 +280,7 @@ class Idle(Llama):
         self.spare = nn.ModuleList([Block(config), Block(config)])
 
 
+@pytest.mark.long
 def test_a_budget_names_units_that_no_graph_uses() -> None:
     model = fully_shard_model(Idle(CONFIG), fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "1GiB"})
@@ -290,6 +299,7 @@ class Broken(Llama):
         return x + super().forward(tokens, targets)
 
 
+@pytest.mark.long
 def test_a_budget_needs_the_whole_model_in_one_graph() -> None:
     model = fully_shard_model(Broken(CONFIG), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
@@ -298,6 +308,7 @@ def test_a_budget_needs_the_whole_model_in_one_graph() -> None:
         call(tokens, targets)
 
 
+@pytest.mark.long
 def test_reasons_say_what_is_missing() -> None:
     smallest = forecast.predicted(compiled(prefetch=0, keep_last=False)[0]).peak_bytes
     model, _ = compiled(memory_budget=int(smallest / (1 - SchedulePolicy().budget_reserve)) + 1)
@@ -316,6 +327,7 @@ def lines_of(model: nn.Module) -> ScheduleText:
     return forecast.schedule_of(model)
 
 
+@pytest.mark.long
 def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
     text = default().schedule
     assert text.count("gather  layers.2\nwait    layers.1") == 1  # of the forward, one unit ahead
@@ -332,6 +344,7 @@ def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
     step()
 
 
+@pytest.mark.long
 def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
     forward, backward = default(DEMO).schedule.split("[backward]")
     kept = backward.replace("gather  layers.3\n", "").replace("wait    layers.3\n", "")
@@ -366,6 +379,7 @@ def test_a_wrong_schedule_says_what_and_where(tmp_path: Path, old: str, new: str
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_schedule_that_the_graph_cannot_follow(tmp_path: Path) -> None:
     text = default().schedule
     old = "wait    layers.0\ngather  layers.2\nwait    layers.1\n"
@@ -386,6 +400,7 @@ def test_text_and_dataclass_round_trip() -> None:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_report_of_a_model(tmp_path: Path) -> None:
     model, step = compiled(memory_budget="1GiB")
 
@@ -408,6 +423,7 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
     assert predicted == pytest.approx(report.timeline.seconds - optimizer)
 
 
+@pytest.mark.long
 def test_a_report_says_why_there_is_none() -> None:
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     with pytest.raises(RuntimeError, match="has not been compiled"):
@@ -424,6 +440,7 @@ def test_a_report_says_why_there_is_none() -> None:
         forecast.report(nn.Linear(2, 2))
 
 
+@pytest.mark.long
 def test_other_collectives_than_predicted_are_told() -> None:
     model, step = compiled()
     timeline = forecast.predicted(model)

@@ -75,10 +75,8 @@ def traced_llama(layers: int, **options: Any) -> Trace:
 # -- plans compared with the compiler ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ZERO3, *(pytest.param(s, marks=pytest.mark.long) for s in (ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [ZERO3, ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD])
 def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     """A plan for ten layers, of which the planner traces four, equals the graphs of all ten."""
     job = Job(llama(10), CPU, solved=False)
@@ -110,6 +108,7 @@ def compiled_llama(
     return simulate(events, record.context, record.prediction.costs, resting, job.optimizer), record
 
 
+@pytest.mark.long
 def test_equal_layers_are_traced_four_times_and_count_as_often_as_they_are() -> None:
     whole, short = traced_llama(10), traced_llama(6)
     assert set(whole.order) == {"root:before", *(f"layers.{i}" for i in range(10)), "root:after"}
@@ -170,6 +169,7 @@ class Summed(nn.Module):
         return found[self.taken].mean() if self.taken is not None else torch.cat(found).exp().mean()
 
 
+@pytest.mark.long_if("*-9")
 @pytest.mark.parametrize(("taken", "traced"), [(8, 4), (7, 5), (None, 9)])
 def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int) -> None:
     """Enough layers are traced that the one that stands for others saves and releases what they do."""
@@ -186,15 +186,16 @@ def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int)
 SAVED_ON_HOST = {"activation_offload": True, "batch": 16, "length": 128}  # values of 2 MiB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        pytest.param({"checkpoint": "none"}, 4, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "selective"}, 3, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "full"}, 3, marks=pytest.mark.long),
-        pytest.param({"checkpoint": "full", **SAVED_ON_HOST}, 4, marks=pytest.mark.long),
+        ({"checkpoint": "none"}, 4),
+        ({"checkpoint": "selective"}, 3),
+        ({"checkpoint": "full"}, 3),
+        ({"checkpoint": "full", **SAVED_ON_HOST}, 4),
         ({**SAVED_ON_HOST}, 4),
-        pytest.param({**SAVED_ON_HOST, "activation_offload": "auto"}, 4, marks=pytest.mark.long),
+        ({**SAVED_ON_HOST, "activation_offload": "auto"}, 4),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -213,6 +214,7 @@ def test_few_layers_say_what_all_do(options: dict[str, Any], layers: int, monkey
     assert rows[0].timeline.seconds == pytest.approx(rows[1].timeline.seconds)
 
 
+@pytest.mark.long
 def test_a_plan_traces_once_for_all_strategies_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts graphs, layers and simulations instead of seconds, which differ between machines."""
     graphs: list[int] = []
@@ -236,6 +238,7 @@ def test_a_plan_traces_once_for_all_strategies_and_ranks(monkeypatch: pytest.Mon
     assert simulated < 30 * len(forecast.rows)
 
 
+@pytest.mark.long
 def test_checkpointing_trades_memory_for_time() -> None:
     job = {how: Job(llama(10, checkpoint=how), CPU, solved=False) for how in ("none", "selective", "full")}
     rows = {how: planned(j, traced_llama(10, checkpoint=how), Candidate(ZERO3, 4)) for how, j in job.items()}
@@ -246,6 +249,7 @@ def test_checkpointing_trades_memory_for_time() -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.long
 def test_memory_falls_with_ranks_in_closed_form() -> None:
     work = llama(10)
     traced, job = traced_llama(10), Job(work, CPU)
@@ -257,6 +261,7 @@ def test_memory_falls_with_ranks_in_closed_form() -> None:
     assert all(info.layout.world_size == 65_536 for info in infos)
 
 
+@pytest.mark.long
 def test_hsdp_reduces_twice_and_its_outer_ring_spans_nodes() -> None:
     traced, job = traced_llama(10), Job(llama(10), hardware("h100-ib"))
     hsdp = problem_of(job, traced, Candidate(ZERO3, 8, 4)).context.buckets[1]
@@ -268,6 +273,7 @@ def test_hsdp_reduces_twice_and_its_outer_ring_spans_nodes() -> None:
     assert hfsdp.layout.shard_numel < hsdp.layout.shard_numel
 
 
+@pytest.mark.long
 def test_the_best_is_the_fastest_that_fits() -> None:
     job = Job(llama(8), hardware("h100-ib"), budget=1 << 30)
     forecast = plan(job, [8, 16])
@@ -365,6 +371,7 @@ def by_parameter(layers: int, fused: bool = True) -> Trace:
     return trace(llama(layers), CPU, fused=fused, parts=True)
 
 
+@pytest.mark.long
 def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     traced = by_parameter(8, fused=False)
     least = 4 * traced.neighbors[0]["layers.0"]
@@ -394,7 +401,7 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
 
 @pytest.mark.long
 def test_a_plan_with_param_dtype() -> None:
-    """A float32 model with ``param_dtype`` is planned as the bfloat16 model, except for its buffers, and as it is sharded."""
+    """A float32 model with ``param_dtype`` is planned as it is sharded: as the bfloat16 model, but for buffers."""
     rows, found = [], []
     for dtypes in ({"dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}):
         work = replace(llama(3), **dtypes)
@@ -420,6 +427,7 @@ def test_a_plan_with_param_dtype() -> None:
     assert sizes_of == made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("planned_with", "sharded_with", "at_least"),
     [
@@ -456,6 +464,7 @@ def test_a_plan_of_divided_units_is_what_the_compiler_does(
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "sharded_with"),
     [
@@ -524,6 +533,7 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -548,6 +558,7 @@ def test_command_refuses_to_divide_and_join(capsys: pytest.CaptureFixture[str]) 
     assert "divides units, and --unit joins them" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
     """Each bucket of a unit is awaited where it is used, in traced layers and in those that they stand for."""
     traced = by_parameter(8)
@@ -560,6 +571,7 @@ def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
     assert all(waits == layers[0] for waits in layers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bucket_bytes", [None, 1, 400_000])
 @pytest.mark.parametrize("unit_bytes", [None, 1 << 30])
 def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None) -> None:
@@ -581,6 +593,7 @@ def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None
         assert temporary[-1] - temporary[0] == 4  # the loss
 
 
+@pytest.mark.long
 def test_joining_pays_where_messages_are_small() -> None:
     """Units are joined on a network with high latency, up to the knee, and not where messages are large enough."""
     traced, candidate = by_parameter(8), Candidate(ZERO3, 8)
@@ -603,6 +616,7 @@ def test_joining_pays_where_messages_are_small() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_command_writes_report_and_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html, schedule = tmp_path / "out" / "plan.html", tmp_path / "plan.sched"
     arguments = ["plan", "--model", "demo", "--world", "8,64", "--html", str(html), "--schedule", str(schedule)]
@@ -616,12 +630,14 @@ def test_command_writes_report_and_schedule(tmp_path: Path, capsys: pytest.Captu
     assert set(ScheduleText.load(schedule).lines) == {Phase.FORWARD, Phase.BACKWARD}
 
 
+@pytest.mark.long
 def test_command_reshards_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--reshard", "4"]) == 0
     rows = [line for line in capsys.readouterr().out.split("\n") if "ZeRO" in line]
     assert [" + 6/4 " in row for row in rows] == [False, False, True]  # the others gather nothing again
 
 
+@pytest.mark.long
 def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
     """On slow networks between nodes, keeping an eighth of the gathered parameters saves time.
 
@@ -641,6 +657,7 @@ def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
     assert again.needed <= portions.needed <= again.needed + held  # most of it is where gradients are later
 
 
+@pytest.mark.long
 def test_command_tries_sizes_of_units_and_buckets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "64", "--bucket", "auto"]) == 0
     shown = capsys.readouterr().out
@@ -650,6 +667,7 @@ def test_command_tries_sizes_of_units_and_buckets(capsys: pytest.CaptureFixture[
     assert main(["plan", "--model", "demo", "--world", "64", "--unit", "1GiB"]) == 0
 
 
+@pytest.mark.long
 def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--budget", "1MiB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -773,6 +791,7 @@ def test_a_plan_with_activation_offload_is_what_the_compiler_does() -> None:
     assert row.needed < 0.7 * stays.needed
 
 
+@pytest.mark.long
 def test_copies_of_saved_values_take_time() -> None:
     """The link carries what is copied, in each direction, however slow it is."""
     slow = replace(CPU, host_link=Link(1e7, 0.0))
@@ -784,6 +803,7 @@ def test_copies_of_saved_values_take_time() -> None:
         assert row.timeline.seconds > 2 * traced.outlines[Phase.FORWARD].host_bytes / 1e7
 
 
+@pytest.mark.long
 def test_command_says_what_is_saved_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "demo", "--batch", "8", "--world", "2", "--hardware", "cpu", "--dtype", "float32"]
     assert main([*arguments, "--activation-offload", "all", "--details"]) == 0
@@ -819,6 +839,7 @@ def test_auto_offloads_as_many_units_as_it_takes() -> None:
     assert row.offload.whole == 0
 
 
+@pytest.mark.long
 def test_command_says_what_to_offload(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "demo", "--world", "2", "--hardware", "cpu", "--dtype", "float32"]
     assert main([*arguments, "--offload", "optimizer"]) == 0
@@ -835,6 +856,7 @@ def make_model() -> nn.Module:
     return Llama(LlamaConfig(layers=2))
 
 
+@pytest.mark.long
 def test_a_factory_of_ones_own() -> None:
     work = workload(f"{__name__}:make_model", batch=2, length=32, dtype=torch.float32)
     found = trace(work, CPU, fused=True)
@@ -842,6 +864,7 @@ def test_a_factory_of_ones_own() -> None:
     assert found.tokens == 64
 
 
+@pytest.mark.long
 def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -855,7 +878,8 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
     assert len(found.order) == 9
 
 
-@pytest.mark.parametrize("model", [pytest.param("llama3-70b", marks=pytest.mark.long), "llama3-405b"])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["llama3-70b", "llama3-405b"])
 def test_large_models_are_planned_in_seconds(model: str) -> None:
     """Large models are planned in seconds.
 

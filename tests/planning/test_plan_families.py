@@ -48,11 +48,6 @@ PLANNED = [
     "llava-frozen",
     "resnet",
 ]
-SHORT = {("llava", "inductor"), ("resnet", "aot_eager")}
-"""Families for the short run. They cover a dead layer, two runs of layers with joined kernels, and convolutions.
-
-They also cover buffers, and a model without tokens.
-"""
 
 
 def work_of(name: str, family: Family, **options: Any) -> Workload:
@@ -65,14 +60,8 @@ def work_of(name: str, family: Family, **options: Any) -> Workload:
     return Workload(name, build, "auto", inputs, family.loss, batch=BATCH, length=LENGTH, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "inner"),
-    [
-        pytest.param(name, inner, marks=[] if (name, inner) in SHORT else [pytest.mark.long])
-        for inner in ("aot_eager", "inductor")
-        for name in PLANNED
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "inner"), [(name, inner) for inner in ("aot_eager", "inductor") for name in PLANNED])
 def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequest) -> None:
     """A step takes the planned memory.
 
@@ -126,6 +115,7 @@ def test_a_model_that_cannot_be_one_graph() -> None:
         trace(work, CPU, False)
 
 
+@pytest.mark.long
 def test_a_batch_that_leaves_units_out() -> None:
     work = work_of("llava", FAMILIES["llava-text"])
     with pytest.raises(RuntimeError, match=r"does not use .*vision_tower\.encoder\.layers\.0.*batch with images"):
@@ -138,6 +128,7 @@ RESNET = work_of("resnet", FAMILIES["resnet"])
 """Workload for ``--model test_plan_families:RESNET``."""
 
 
+@pytest.mark.long
 def test_command_plans_a_workload() -> None:
     """The command plans a workload in a process that has compiled nothing before."""
     arguments = ["plan", "--model", f"{__name__}:RESNET", "--world", "4", "--dtype", "float32", "--hardware", "cpu"]
@@ -162,6 +153,7 @@ def configurations() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", configurations())
 def test_architectures_of_transformers(architecture: str, tmp_path: Path) -> None:
     config = configurations()[architecture]
@@ -173,6 +165,7 @@ def test_architectures_of_transformers(architecture: str, tmp_path: Path) -> Non
     assert len(found.units) < len(found.order)
 
 
+@pytest.mark.long
 def test_a_configuration_is_as_it_was() -> None:
     """The planner leaves the configuration of a model unchanged.
 

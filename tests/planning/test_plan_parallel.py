@@ -76,6 +76,7 @@ def at_rest(model: Any) -> int:
     return sum(3 * bucket.plan.shard_bytes for bucket in model.sharded.buckets)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_held")
 def test_memory_of_tensor_parallel_ranks() -> None:
     row = plan_of(Degrees(tensor=2))
@@ -88,6 +89,7 @@ def test_memory_of_tensor_parallel_ranks() -> None:
     assert abs(row.needed / measured - 1) <= 0.02, (row.needed, measured)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_held")
 def test_memory_of_context_parallel_ranks() -> None:
     row = plan_of(Degrees(context=2))
@@ -137,6 +139,7 @@ def traced_pipeline() -> list[Trace]:
     return traced_stages(work(CONFIG), CPU, False, degrees=Degrees(pipeline=4))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_held")
 @pytest.mark.parametrize("keep_gathered", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -174,6 +177,7 @@ def test_memory_of_pipeline_stages(stage: int, keep_gathered: bool) -> None:
     assert abs(row.needed / measured - 1) <= 0.03, (row.needed, measured)
 
 
+@pytest.mark.long
 def test_what_is_kept_costs_memory_and_saves_time() -> None:
     """Gathering parameters once per step costs memory and saves time between machines with a slow network."""
     slow = replace(CPU, inter_node=replace(CPU.inter_node, bandwidth=1e8))
@@ -193,6 +197,7 @@ def test_what_is_kept_costs_memory_and_saves_time() -> None:
     assert rows[1].timeline.seconds < rows[0].timeline.seconds  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_a_budget_decides_what_a_pipeline_does() -> None:
     """A budget covers other microbatches' activations and sums of gradients. The schedule fits in the rest."""
     candidate = Candidate(ZERO3, RANKS, degrees=Degrees(pipeline=4))
@@ -258,6 +263,7 @@ def test_stages_have_all_layers_once() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "demo", "--world", "16", "--hardware", "cpu"]
     files = ["--html", str(tmp_path / "plan.html"), "--schedule", str(tmp_path / "schedule.txt")]
@@ -271,6 +277,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "of the step (predicted)" in report
 
 
+@pytest.mark.long_if("--pp 4 --microbatches 3-")
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -574,6 +574,7 @@ def test_a_browser_draws_thousands_of_spans_as_few_shapes(tmp_path: Path) -> Non
     assert int(root["data-shapes"] or 0) < 1000
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.processes
 def test_the_demo_s_report_in_a_browser_is_its_text(tmp_path: Path) -> None:

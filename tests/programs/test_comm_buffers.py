@@ -1,4 +1,4 @@
-"""Communication buffers change no number: whatever the program, nothing in a buffer is overwritten while it is needed."""
+"""Communication buffers change no number: whatever the program, nothing is overwritten while it is needed."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def assert_few(run: Run) -> None:
         assert len(set(addresses)) == len(addresses) <= 2, kind
 
 
+@pytest.mark.long_unless("*-Stacked")
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_every_feature(name: str) -> None:
@@ -60,6 +61,7 @@ def test_every_feature(name: str) -> None:
         assert_few(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "hsdp", "hfsdp"])
 @on_ranks(4)
 def test_every_strategy(strategy: Any) -> None:
@@ -96,6 +98,7 @@ class SmallLlama(Llama):
         return super().forward(tokens[:, :-1], tokens[:, 1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("regions", "sizes"),
     [(False, (16, 24)), (True, (16, 24)), (True, (64, 128))],
@@ -158,6 +161,7 @@ def test_what_a_program_keeps_is_not_overwritten() -> None:
         assert torch.equal(kept.detach(), block.up.weight.full_tensor())
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_more_buffers_where_more_is_prefetched() -> None:
     data = parity.batches(steps=2)
@@ -304,6 +308,7 @@ class Arena:
         return 0 <= address - self.memory.ctypes.data < self.memory.size
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_buffers_in_memory_of_the_user(mode: str) -> None:
@@ -379,6 +384,7 @@ def test_an_allocators_buffers_do_not_overlap() -> None:
     assert allocator(*KIND[1:]).data_ptr() < second.data_ptr()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_a_wrong_allocator_leaves_the_model_usable(mode: str) -> None:
@@ -427,6 +433,7 @@ def test_allocators_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fully_shard_model(model, buffer_allocator=Arena())
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_what_inference_allocated_serves_training(mode: str) -> None:
@@ -482,6 +489,7 @@ def on_nccl(version: tuple[int, ...] = (2, 28, 9)) -> Iterator[list[Any]]:
         yield log
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_registered_buffers(mode: str) -> None:
@@ -524,7 +532,7 @@ def _groups_of(run: Run) -> list[str]:
 @pytest.mark.parametrize(("mode", "asks"), [(EAGER, True), (EAGER, False), (AOT_EAGER, False)])
 @on_ranks(2)
 def test_a_copy_is_registered_when_it_is_used(mode: str, asks: bool) -> None:
-    """Registering is a collective, and one rank may copy a model alone: ranks register when they use the copy, or ask."""
+    """Registering is a collective, but a rank may copy a model alone: ranks register when they use the copy, or ask."""
     with on_nccl() as log:
         model, _ = parity.shard(parity.build(zoo.Plain), EAGER, sharding={"nccl_ub": True})
         del log[:]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import parity
 import pytest
 import torch
 import torch.distributed as dist
-from parity import AOT_EAGER, EAGER, INDUCTOR
+from parity import AOT_EAGER, EAGER, FACE, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile import fully_shard_model
 
 SIZE = 6
-FACE = "fsdp2"
 
 
 class Block(nn.Module):
@@ -66,19 +63,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def sharded(mode: str, model: nn.Module) -> tuple[Any, Any]:
-    """Return a sharded model, and what to call for a forward."""
-    if mode == FACE:
-        for block in model.blocks:  # type: ignore[union-attr]
-            fsdp2.fully_shard(block)
-        fsdp2.fully_shard(model)
-        return model, model
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block])
-    return wrapped.module, wrapped if mode == EAGER else torch.compile(
-        wrapped, backend="mfsdp", options={"inner": mode}
-    )
-
-
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -90,7 +74,7 @@ def check(mode: str, how: str, *, trains: bool = True, frozen: bool = False) -> 
     model = parity.build(lambda: Net(how))
     for net in (alone, model):
         net.blocks.requires_grad_(not frozen)
-    model, call = sharded(mode, model)
+    model, call = parity.shard_by(mode, model)
     batches, compiled = parity.batches(3, (5, SIZE)), []
     for step, batch in enumerate(batches):
         with torch.set_grad_enabled(trains):
@@ -115,6 +99,7 @@ def check(mode: str, how: str, *, trains: bool = True, frozen: bool = False) -> 
     assert compiled[1] == compiled[2], compiled
 
 
+@pytest.mark.long_if("*-cond")
 @pytest.mark.parametrize(("mode", "how"), [(EAGER, "cond"), (FACE, "method")])
 @on_ranks(2, timeout=120)
 def test_parts_that_compile_themselves(mode: str, how: str) -> None:

@@ -92,6 +92,7 @@ def train(
     return losses, found, recorder
 
 
+@pytest.mark.long_unless("*-sgd-eager-2")
 @pytest.mark.parametrize("strategy", [1, 2, 3])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize(("optimizer", "microbatches"), [(sgd, 1), (adamw, 3)], ids=["sgd", "adamw"])
@@ -112,6 +113,7 @@ def compare(mode: str, optimizer: Any, microbatches: int, **arguments: Any) -> R
     return recorder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "microbatches"), [(3, 1), (1, 2)])
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
@@ -138,6 +140,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long_unless("*-flat optimizer")
 @pytest.mark.parametrize(
     ("mode", "way"),
     [
@@ -152,6 +155,7 @@ def test_ways_to_train(mode: str, way: str) -> None:
     compare(mode, adamw, 2, **WAYS[way])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer", [0, 1], ids=["hsdp", "hfsdp"])
 @on_ranks(4, timeout=120)
 def test_two_dimensions(outer: int) -> None:
@@ -188,10 +192,11 @@ def assert_equal(mine: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(a, b), number
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=120)
 def test_forward_and_backward_around_an_ordinary_optimizer(mode: str) -> None:
-    """What the host decides outside of the step (``no_sync``, ``zero_grad``, clipping, the step) goes on as it would."""
+    """What the host decides outside the step (``no_sync``, ``zero_grad``, clipping, the step) goes on as it would."""
 
     def run(captures: bool) -> list[Tensor]:
         model, call = sharded(mode, Noisy, zero_dp_strategy=1)
@@ -253,6 +258,7 @@ def test_ordinary_steps_after_a_replay() -> None:
     assert_equal(run(True), run(False))
 
 
+@pytest.mark.long_unless("*-eager-caught")
 @pytest.mark.parametrize("how", ["item", "tolist", "bool", "caught"])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=120)
@@ -299,6 +305,7 @@ def test_a_step_that_reads_values_is_refused(mode: str, how: str) -> None:
     assert_equal(values_of(model), values_of(plain))
 
 
+@pytest.mark.long_if("*-step")
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 @on_ranks(2, timeout=120)
 def test_refused_anywhere(where: str) -> None:
@@ -357,6 +364,7 @@ def test_refused_anywhere(where: str) -> None:
     assert_equal(run(True), run(False))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_what_changes_behind_a_graph_is_refused() -> None:
     with capturable():
@@ -467,6 +475,7 @@ def test_optimizers_that_count_on_the_host_are_refused() -> None:
     step(x)
 
 
+@pytest.mark.long_if("*-steps ordinarily")
 @pytest.mark.parametrize("what", ["evaluates", "steps ordinarily", "other argument"])
 @on_ranks(2, timeout=100)
 def test_a_rank_that_does_something_else_is_named(what: str) -> None:

@@ -312,6 +312,7 @@ def test_compile_modes_are_refused() -> None:
         torch.compile(model, backend="mfsdp", mode="max-autotune")(torch.randn(2, 8))
 
 
+@pytest.mark.long_if("inductor")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_another_backend_says_which_one_to_use(backend: str) -> None:
@@ -431,6 +432,7 @@ def test_what_ranks_do_not_agree_on() -> None:
 # -- changes after sharding -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, timeout=90)
 def test_parameters_changed_after_sharding(mode: str) -> None:
@@ -464,6 +466,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2, timeout=90)
@@ -482,6 +485,7 @@ def test_parameters_changed_between_forward_and_backward(mode: str, change: str)
     call(x).backward()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, timeout=90)
 def test_backward_twice(mode: str) -> None:
@@ -583,6 +587,7 @@ def touch_inside(module: nn.Module, *_: Any) -> None:
         assert str(param.grad)
 
 
+@pytest.mark.long_unless("*-backward-eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @on_ranks(2, timeout=120)
@@ -619,6 +624,7 @@ def test_training_goes_on_after_an_exception(mode: str, where: str) -> None:
         touch(model)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, timeout=120)
 def test_touching_parameters_in_forward_hooks(mode: str) -> None:

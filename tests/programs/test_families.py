@@ -72,6 +72,7 @@ class Outcome:
     difference: float = 0.0
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("name", families())
 def test_training_is_that_of_one_process(name: str, pools: Pools) -> None:
@@ -224,6 +225,7 @@ def test_gradients_that_cancel_are_rounding(name: str) -> None:
     assert all(gradient.abs().max().item() <= 1e-12 * largest for gradient in cancelling)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_world")
 def test_what_torch_compiles_wrongly_is_said() -> None:
     """A model that torch miscompiles gets a warning, before anything is compiled."""
@@ -255,9 +257,8 @@ def test_inductor_training_is_that_of_one_process(name: str) -> None:
     assert outcome.graphs == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in CHECKPOINTED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHECKPOINTED)
 @on_ranks(2)
 def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
     for mode, outcome in train(name, (EAGER, AOT_EAGER), checkpointed=True).items():
@@ -351,6 +352,7 @@ def llavas(*modes: str) -> tuple[nn.Module, list[Any], list[Any]]:
     return make(family), models, calls
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
     """Parameters that no rank's batch uses get no gradient, or zeros, and the optimizer steps as in one process."""
@@ -373,6 +375,7 @@ def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
     assert [len(model.sharded.compiled_graphs) for model in models] == [0, 2]
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("known", [False, True])
 @on_ranks(2, timeout=90)
@@ -396,6 +399,7 @@ def test_a_batch_of_one_rank_skips_the_tower(mode: str, known: bool) -> None:
     call(**family.batch_of(rank)).loss.backward()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_blank_image_takes_the_place_of_none() -> None:
     """A blank image after the text gives the gradients of a batch without images. No trained token attends to it."""

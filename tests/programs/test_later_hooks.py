@@ -41,6 +41,7 @@ class Model(zoo.Plain):
         return self.still(super().trunk(x))
 
 
+@pytest.mark.long_unless("eager-*")
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("way", [EAGER, AOT_EAGER, "block by block"])
 def test_hooks_run_from_the_next_call_on(way: str) -> None:

@@ -126,6 +126,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     }
 
 
+@pytest.mark.long_if("option")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_a_mistake_prints(name: str, printed: dict[str, tuple[int, str]]) -> None:
     status, text = printed[name]

@@ -105,7 +105,8 @@ def largest_difference(model: nn.Module, alone: nn.Module) -> float:
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in MODELS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2, 4)
 def test_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -136,7 +137,8 @@ def test_training_is_that_of_one_process(name: str) -> None:
     assert_one_collective_per_bucket(record, len(compiled.sharded.buckets))
 
 
-@pytest.mark.parametrize("name", ["mixer", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mixer", "llama"])
 @on_ranks(2)
 def test_inductor_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -168,9 +170,10 @@ def assert_one_collective_per_bucket(record: Any, buckets: int) -> None:
     assert backward["reduce"] == backward["await"] == buckets
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "own" else [pytest.mark.long]) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_generated_code_computes_gradients_in_place(name: str) -> None:
     """Every matmul that computes a weight's gradient writes it into the reduced bucket, at its offset."""
     from torch._inductor.utils import run_and_get_code
@@ -270,6 +273,7 @@ def generated(step: Callable[[], Any]) -> list[str]:
     return codes
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_generated_code_keeps_the_schedule() -> None:
@@ -289,6 +293,7 @@ def test_generated_code_keeps_the_schedule() -> None:
     assert order_of_code(backward) == order_of_schedule(record.schedules[Phase.BACKWARD])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_generated_code_computes_the_gradients_of_one_process() -> None:
     torch.manual_seed(0)
@@ -301,6 +306,7 @@ def test_generated_code_computes_the_gradients_of_one_process() -> None:
     assert largest_difference(model.module, alone) <= 1e-5  # sums in another order
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_inputs_that_inductor_lays_out_anew() -> None:

@@ -87,6 +87,7 @@ def decayed(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_frozen_in_the_middle_of_accumulation(mode: str) -> None:
@@ -107,6 +108,7 @@ def test_frozen_in_the_middle_of_accumulation(mode: str) -> None:
             pair.step()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_frozen_between_forward_and_backward(mode: str) -> None:
@@ -423,6 +425,7 @@ class OddReads(zoo.Plain):
         return MyLinear.apply(self.norm(h), weight, self.head.bias).pow(2).mean()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_weights_read_in_odd_ways(mode: str) -> None:
@@ -496,6 +499,7 @@ def test_momentum_contrast() -> None:
         torch.testing.assert_close(k.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_towers_in_one_compiled_function() -> None:
     """CLIP works: two models, dicts as outputs, one of them frozen in turn, an auxiliary output in the loss once."""
@@ -592,6 +596,7 @@ def test_writes_without_a_trace_are_found_in_any_forward() -> None:
         model(torch.ones(2, 8))
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -622,6 +627,7 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.long_if("*-eager")
 @pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)

@@ -8,6 +8,7 @@ from parity import AOT_EAGER, EAGER, MODELS
 from pool import on_ranks
 
 
+@pytest.mark.long_unless("*-Checkpointed")
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_feature(name: str) -> None:

@@ -52,6 +52,7 @@ def assert_params(model: Any, alone: nn.Module) -> None:
 # -- other ways to compute gradients ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*-inductor")
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])
 @on_ranks(2)
 def test_gradients_of_chosen_parameters(mode: str) -> None:
@@ -88,6 +89,7 @@ def test_gradients_of_chosen_parameters(mode: str) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.long_unless("*-eager", "*-0-*")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
@@ -190,6 +192,7 @@ class TwoHeads(zoo.Plain):
         return (self.head if task == 0 else self.other)(hidden).pow(2).mean()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
@@ -219,6 +222,7 @@ def test_unused_heads_are_left_alone(mode: str, strategy: int) -> None:
     assert_params(model, alone)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_outputs_that_the_loss_leaves_out(mode: str) -> None:
@@ -279,6 +283,7 @@ def _list(block: nn.Module) -> None:
 WRITES = [_assign, _clamp_data, _clamp, _detached, _part_of_data, _list]
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, timeout=120)
 def test_writes_to_parameters_in_forward_are_refused(mode: str) -> None:
@@ -304,6 +309,7 @@ def test_writes_to_parameters_in_forward_are_refused(mode: str) -> None:
 # -- parameters that are frozen and unfrozen --------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])
 @on_ranks(2)
 def test_freezing_and_unfreezing(mode: str) -> None:
@@ -329,6 +335,7 @@ def test_freezing_and_unfreezing(mode: str) -> None:
     assert_params(model, alone)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_discriminator_frozen_in_turn(mode: str) -> None:
@@ -368,6 +375,7 @@ def test_a_discriminator_frozen_in_turn(mode: str) -> None:
 # -- one function for a whole step ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", [AOT_EAGER, INDUCTOR])
 @on_ranks(2)
 def test_a_whole_step_in_one_compiled_function(inner: str) -> None:

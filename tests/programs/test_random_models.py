@@ -189,6 +189,7 @@ def check(examples: int) -> None:
         raise AssertionError(f"MFSDP_SEED={number} draws the same models") from error
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_twenty_random_models() -> None:
     check(20)

@@ -9,16 +9,15 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from parity import AOT_EAGER, EAGER
+from parity import AOT_EAGER, EAGER, FACE
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile import fully_shard_model
 
 SIZE = 6
-FACE = "fsdp2"
 
 
 class Product(torch.autograd.Function):
@@ -84,23 +83,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def sharded(mode: str, model: nn.Module) -> tuple[Any, Any]:
-    """Return a sharded model, and what to call for a forward."""
-    if mode == FACE:
-        for block in model.blocks:  # type: ignore[union-attr]
-            fsdp2.fully_shard(block)
-        fsdp2.fully_shard(model)
-        return model, model
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block])
-    return wrapped.module, wrapped if mode == EAGER else torch.compile(
-        wrapped, backend="mfsdp", options={"inner": mode}
-    )
-
-
 def compare(mode: str, build: Callable[[], nn.Module], run: Callable[[Any, Tensor], Any]) -> nn.Module:
-    """Run a program that calls backward, sharded and in one process, and compare gradients. Return the sharded model."""
+    """Run a program that calls backward, sharded and in one process, and compare gradients.
+
+    Return the sharded model.
+    """
     rank, batch = dist.get_rank(), parity.batches(1, (SIZE, SIZE))[0]
-    model, call = sharded(mode, parity.build(build))
+    model, call = parity.shard_by(mode, parity.build(build))
     alone = parity.build(build)
     for _ in range(2):
         run(call, batch[rank])
@@ -117,6 +106,7 @@ def squares(model: Any, x: Tensor) -> None:
     model(x).pow(2).mean().backward()
 
 
+@pytest.mark.long_if("*-aot_eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, FACE])
 @on_ranks(2, timeout=90)
 def test_modules_have_whole_parameters_in_backward(mode: str) -> None:

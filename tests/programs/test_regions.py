@@ -180,6 +180,7 @@ def records(model: Any) -> list[CompileRecord]:
     return model.sharded.compiled_graphs
 
 
+@pytest.mark.long_unless("*-FrozenUnit", "*-Checkpointed")
 @pytest.mark.parametrize("name", REGIONS)
 @on_ranks(2)
 def test_which_units_are_regions_and_bits(name: str) -> None:
@@ -194,7 +195,8 @@ def test_which_units_are_regions_and_bits(name: str) -> None:
         assert reason in " ".join(record.inlined.values())
 
 
-@pytest.mark.parametrize("name", ["Shared", "ManyDropout", "TwoKinds", pytest.param("Views", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Shared", "ManyDropout", "TwoKinds", "Views"])
 @on_ranks(2)
 def test_inductor(name: str) -> None:
     """With and without regions: the same sums, which kernels may round differently.
@@ -217,7 +219,7 @@ def test_inductor(name: str) -> None:
 @pytest.mark.long
 @on_ranks(2)
 def test_dropout_that_draws_what_eager_code_draws() -> None:
-    """With Inductor's ``fallback_random``, regions call torch's generator as often and in the same order as hooks do."""
+    """With Inductor's ``fallback_random``, regions call torch's generator as often and in the same order as hooks."""
     data = parity.batches(steps=2)
     eager = parity.train_sharded(ManyDropout, EAGER, data, parity.sgd)
     compiled = parity.train_sharded(ManyDropout, INDUCTOR, data, parity.sgd, inductor={"fallback_random": True})
@@ -226,6 +228,7 @@ def test_dropout_that_draws_what_eager_code_draws() -> None:
     parity.assert_close(compiled, eager)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_an_attribute_of_one_unit_is_guarded() -> None:
     """A program that changes one layer after compiling gets what it asks for (torch's own regions do not see it)."""
@@ -241,6 +244,7 @@ def test_an_attribute_of_one_unit_is_guarded() -> None:
     assert not torch.equal(*outputs[1])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_sizes_that_become_dynamic() -> None:
     """A batch of another size makes Dynamo use dynamic sizes: no regions then, and the same bits."""
@@ -261,6 +265,7 @@ def test_sizes_that_become_dynamic() -> None:
     assert "is dynamic" in " ".join(second.inlined.values())
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_inference_and_training_share_a_model() -> None:
     x = parity.batches(1)[0, 0]
@@ -277,6 +282,7 @@ def test_inference_and_training_share_a_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

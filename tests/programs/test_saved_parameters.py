@@ -292,6 +292,7 @@ def halves(model: Any, x: Tensor) -> None:
     b.backward()
 
 
+@pytest.mark.long_if("*-graph break-*")
 @pytest.mark.parametrize("mode", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["regions", "flat", "blocks", "graph break"])
 @on_ranks(2, timeout=120)

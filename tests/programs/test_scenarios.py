@@ -22,28 +22,23 @@ from mfsdp_compile.planning import forecast
 MODES = [EAGER, AOT_EAGER]
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_four_ranks() -> None:
     data = parity.batches(steps=3)
     for factory in (zoo.Plain, zoo.Uneven, zoo.FrozenParameters):
-        alone = parity.train_alone(factory, data, parity.sgd)
-        eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
-        compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
-        parity.assert_close(eager, alone)
-        parity.assert_bitwise(eager, compiled)
+        parity.train_both_ways(factory, data, alone=parity.train_alone(factory, data, parity.sgd))
 
 
-@pytest.mark.parametrize("factory", [pytest.param(zoo.Uneven, marks=pytest.mark.long), zoo.Scalars])
+@pytest.mark.long
+@pytest.mark.parametrize("factory", [zoo.Uneven, zoo.Scalars])
 @on_ranks(3)
 def test_three_ranks(factory: type[nn.Module]) -> None:
     data = parity.batches(steps=2)
-    alone = parity.train_alone(factory, data, parity.sgd)
-    eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
-    compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
-    parity.assert_close(eager, alone)
-    parity.assert_bitwise(eager, compiled)
+    parity.train_both_ways(factory, data, alone=parity.train_alone(factory, data, parity.sgd))
 
 
+@pytest.mark.long
 @on_ranks(1)
 def test_one_rank_is_plain_training() -> None:
     data = parity.batches(steps=2)
@@ -52,16 +47,15 @@ def test_one_rank_is_plain_training() -> None:
         parity.assert_close(parity.train_sharded(zoo.Plain, mode, data, parity.sgd), alone, 1e-6)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_microbatches_accumulate() -> None:
     data = parity.batches(steps=2, shape=(6, 8))
     alone = parity.train_alone(zoo.Plain, data, parity.sgd, microbatches=3)
-    eager = parity.train_sharded(zoo.Plain, EAGER, data, parity.sgd, microbatches=3)
-    compiled = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, microbatches=3)
-    parity.assert_close(eager, alone)
-    parity.assert_bitwise(eager, compiled)
+    parity.train_both_ways(zoo.Plain, data, alone=alone, microbatches=3)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_units_in_several_buckets_train_alike() -> None:
     """With one or two parameters per bucket, training gives the same bits, because sums are over two ranks."""
@@ -69,9 +63,7 @@ def test_units_in_several_buckets_train_alike() -> None:
     for factory in (zoo.Plain, zoo.FrozenParameters):
         whole = parity.train_sharded(factory, EAGER, data, parity.sgd)
         for most in (1, 600):
-            eager = parity.train_sharded(factory, EAGER, data, parity.sgd, bucket_bytes=most)
-            compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, bucket_bytes=most)
-            parity.assert_bitwise(eager, compiled)
+            eager = parity.train_both_ways(factory, data, bucket_bytes=most)
             assert len(eager.model.sharded.buckets) > len(whole.model.sharded.buckets)
             for name, param in whole.params.items():
                 assert torch.equal(param, eager.params[name]), name
@@ -96,6 +88,7 @@ def test_reductions_under_way_are_counted_by_unit() -> None:
     assert [count for unit, count in under_way if unit == "root:before"][-1] == 2
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_schedules_change_no_numbers() -> None:
     """Kept buckets, early gathers, budgets and schedules from files give the same bits on every rank."""
@@ -123,6 +116,7 @@ def _without_last_gather(text: str) -> str:
     return "\n".join(line for line in lines if line.split() not in (["gather", name], ["wait", name]))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_inductor_matches_one_process() -> None:
     data = parity.batches(steps=3)
@@ -131,6 +125,7 @@ def test_inductor_matches_one_process() -> None:
         parity.assert_close(parity.train_sharded(factory, parity.INDUCTOR, data, parity.sgd), alone)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_bfloat16_model_keeps_float32_shards() -> None:
     data = parity.batches(steps=2).bfloat16()
@@ -138,9 +133,7 @@ def test_bfloat16_model_keeps_float32_shards() -> None:
     def factory() -> nn.Module:
         return zoo.Plain().bfloat16()
 
-    eager = parity.train_sharded(factory, EAGER, data, parity.sgd, units=[zoo.Block])
-    compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, units=[zoo.Block])
-    parity.assert_bitwise(eager, compiled)
+    eager = parity.train_both_ways(factory, data, units=[zoo.Block])
     for param in eager.model.parameters():
         assert param.dtype == torch.float32
     # bfloat16 has 8 bits, so sums of two ranks' gradients are rounded at 2**-8 of the largest.
@@ -152,6 +145,7 @@ def test_bfloat16_model_keeps_float32_shards() -> None:
     assert {param.dtype for param in own.model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_batch_and_sequence_sizes_change(mode: str) -> None:
@@ -168,6 +162,7 @@ def test_batch_and_sequence_sizes_change(mode: str) -> None:
         assert len(model.sharded.compiled_graphs) <= 3
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_ranks_may_have_different_batch_sizes() -> None:
     model, call = parity.shard(parity.build(zoo.Plain), AOT_EAGER)
@@ -179,6 +174,7 @@ def test_ranks_may_have_different_batch_sizes() -> None:
     _assert_same_gradients(model.module, alone)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_inference(mode: str) -> None:
@@ -201,6 +197,7 @@ def test_inference(mode: str) -> None:
         assert torch.equal(call(x), expected)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_forward_without_backward_leaves_nothing_gathered(mode: str) -> None:
@@ -211,6 +208,7 @@ def test_forward_without_backward_leaves_nothing_gathered(mode: str) -> None:
     assert not model.sharded.eager.gathering.gathered
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_two_models_in_one_process(mode: str) -> None:
@@ -232,6 +230,7 @@ def test_two_models_in_one_process(mode: str) -> None:
         _assert_same_gradients(other.module, other_alone)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_models_of_one_class_that_reduce_otherwise() -> None:
     """Models of one class do not share compiled code if one sums over ranks and the other averages."""
@@ -245,6 +244,7 @@ def test_models_of_one_class_that_reduce_otherwise() -> None:
         assert torch.equal(mean * 2, total)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_two_models_in_one_compiled_function() -> None:
     one = fully_shard_model(parity.build(zoo.Plain, 0), fsdp_unit_modules=[zoo.Block])
@@ -262,6 +262,7 @@ def test_two_models_in_one_compiled_function() -> None:
     _assert_same_gradients(other.module, alone[1])
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_blocks_compiled_one_by_one_share_a_graph() -> None:
     model = fully_shard_model(parity.build(lambda: zoo.Plain(layers=6)), fsdp_unit_modules=[zoo.Block])
@@ -278,6 +279,7 @@ def test_blocks_compiled_one_by_one_share_a_graph() -> None:
     assert not model.sharded.eager.gathering.gathered
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_equal_modules_in_different_units_get_code_of_their_own() -> None:
     """Modules of the same class and shapes in different buckets do not share a graph of Dynamo."""
@@ -317,6 +319,7 @@ def test_loss_over_several_forwards() -> None:
         _assert_same_gradients(model.module, alone)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_gradients_of_inputs() -> None:
     for mode in MODES:
@@ -330,6 +333,7 @@ def test_gradients_of_inputs() -> None:
         assert not model.sharded.eager.gathering.gathered
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_parameter_returned_from_forward(mode: str) -> None:
@@ -349,6 +353,7 @@ def test_parameter_returned_from_forward(mode: str) -> None:
     _assert_same_gradients(model.module, alone)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_copy_of_a_model_is_its_own(mode: str) -> None:
@@ -415,6 +420,7 @@ def test_compiled_optimizer_step() -> None:
         torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_penalty_on_weights_in_compiled_code() -> None:
     model, _ = parity.shard(parity.build(zoo.Uneven), EAGER)

@@ -53,6 +53,7 @@ def train(factory: Callable[[], nn.Module], inner: str, strategy: str, **argumen
     return [*found, *(param.to_local().detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.long_unless("*-Checkpointed")
 @pytest.mark.parametrize("name", ["Plain", "Uneven", "Tied", "FrozenParameters", "FrozenUnit", "Checkpointed"])
 @on_ranks(2)
 def test_bitwise_as_eager(name: str) -> None:
@@ -63,6 +64,7 @@ def test_bitwise_as_eager(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager, served, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_strategies(strategy: str) -> None:

@@ -81,6 +81,7 @@ class Mapped(Forces):
         return torch.func.vmap(self.energy)(x).mean()
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize(
     ("model", "mode"),
     [

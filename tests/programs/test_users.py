@@ -81,6 +81,7 @@ def test_modules_added_after_sharding_are_refused(mode: str) -> None:
         call(torch.randn(4, 8))
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_model_goes_when_nobody_holds_it(mode: str) -> None:
@@ -266,6 +267,7 @@ def test_gradients_of_two_backwards_may_be_mixed() -> None:
         assert torch.equal(param.grad.full_tensor(), whole[0][param] + whole[added][param])
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_torch_distributed_checkpoint(mode: str) -> None:

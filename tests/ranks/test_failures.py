@@ -48,6 +48,7 @@ def assert_trained_by(model: nn.Module, batches: list[Tensor], mode: str, **argu
     assert all(torch.equal(a, b) for a, b in zip(values(untouched), values(model), strict=True))
 
 
+@pytest.mark.long_unless("*-0")
 @pytest.mark.parametrize(
     ("mode", "strategy", "where"),
     [
@@ -85,6 +86,7 @@ def test_one_ranks_forward_raises(mode: str, strategy: str, where: int) -> None:
     assert_trained_by(model, [data[i] for i in (0, 2, 3)], mode, zero_dp_strategy=strategy)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_the_step_after_is_refused_without_a_reset(mode: str) -> None:
@@ -101,6 +103,7 @@ def test_the_step_after_is_refused_without_a_reset(mode: str) -> None:
     step(call, optimizer, data[1])
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_what_fails_alike_on_all_ranks_needs_no_reset(mode: str) -> None:
@@ -153,6 +156,7 @@ def test_the_others_are_told_why() -> None:
     model.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4, timeout=90)
 def test_reset_with_two_dimensions(mode: str) -> None:
@@ -175,6 +179,7 @@ def test_reset_with_two_dimensions(mode: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
     model, _, _ = make(EAGER)
@@ -186,6 +191,7 @@ def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
     dist.barrier()
 
 
+@pytest.mark.long_unless("*-eager-*")
 @pytest.mark.parametrize("where", [0.5, *(pytest.param(i / 20, marks=pytest.mark.long) for i in range(20))])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=90)
@@ -228,6 +234,7 @@ def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> Non
     assert_trained_by(model, [data[i] for i in (0, 1, 3)], mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=90)
 def test_a_rank_that_sleeps_and_a_reset(mode: str) -> None:

@@ -83,6 +83,7 @@ def goes_on(training: Training) -> None:
     training.step(2)
 
 
+@pytest.mark.long_unless("*-error0")
 @pytest.mark.parametrize("error", [ValueError("no such node"), KeyboardInterrupt("ctrl-c"), MemoryError("no memory")])
 @on_ranks(2, timeout=90)
 def test_compiling_fails(error: BaseException) -> None:
@@ -118,6 +119,7 @@ class FailsInStep(torch.optim.SGD):
             param.add_(param.grad, alpha=-0.1)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("extended", [True, False])
 @on_ranks(2, timeout=90)
@@ -156,6 +158,7 @@ def test_a_step_fails_halfway_on_all_ranks() -> None:
     finds_steps_that_differ(training.model)
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("known", [0, 3])
 @on_ranks(2, timeout=90)
@@ -203,6 +206,7 @@ def test_steps_that_all_ranks_make_are_free() -> None:
     training.call(training.x).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_rank_that_does_not_come_to_a_save() -> None:
     """If one rank does not arrive at a save, all ranks raise.
@@ -256,6 +260,7 @@ def dies_or_stops(mode: str, how: int, rank: int, port: int, said: Connection) -
         said.send(("goes on", 0.0))
 
 
+@pytest.mark.long_unless("9-eager")
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -339,14 +344,15 @@ def ends_elsewhere(where: str, rank: int, port: int, root: str, said: Connection
         said.send((text, time.monotonic() - begun))
 
 
+@pytest.mark.long_unless("before a save, killed", "before a barrier, killed")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "where",
     [
         "before a barrier, killed",
         "before a save, killed",
-        pytest.param("before a reset, killed", marks=pytest.mark.long),
-        pytest.param("in a save, killed", marks=pytest.mark.long),
+        "before a reset, killed",
+        "in a save, killed",
         "in a save, stopped",
     ],
 )

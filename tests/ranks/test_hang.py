@@ -125,6 +125,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "mode", "world"), CASES)
 def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, capsys: Any) -> None:
@@ -141,6 +142,7 @@ def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, c
         assert "time.sleep" in printed
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     """A signal makes every rank write its record.
@@ -170,7 +172,7 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     assert hang.analyze(dict(enumerate(states)))[0].ranks == (1,)
 
 
-# -- records of ranks ---------------------------------------------------------------------------------------------------
+# -- records of ranks --------------------------------------------------------------------------------------------------
 
 
 def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dict[str, Any]:

@@ -112,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long_if("*-exit")
 @pytest.mark.processes
 @pytest.mark.parametrize(("phase", "victim", "way"), CASES)
 def test_a_lost_rank_is_noticed(phase: str, victim: int, way: str, tmp_path: Path) -> None:

@@ -3,15 +3,15 @@
 The combinations are those that Megatron-FSDP's documentation (seeds 000 to 003) and our notes on its code (reference,
 with the section) call invalid. Other combinations are tested with their features:
 
-=====================================================================  =====================================================
-strategies that do not exist (seed 001, 1.1)                           ``test_errors.py::test_wrong_arguments``
-``fsdp_group_ag`` of other ranks (1.1)                                 ``test_strategies.py``
-a context-parallel dimension that is left out (seed 001, 1.1)          ``test_context_parallel.py::test_mistakes_are_explained``
-a pipeline's dimension as a data-parallel one (1.1)                    ``test_pipeline.py::test_mistakes_are_explained``
-marks and DTensors of tensor parallelism (1.1, 3.7)                    ``test_tensor_parallel.py::test_mistakes_with_meshes``
-arguments for experts, and what is one (seed 001, 1.1, 3.7)            ``test_expert_parallel.py``, "errors"
-ranks that hold different models (3.7)                                 ``test_errors.py::test_ranks_with_different_models``
-=====================================================================  =====================================================
+===========================================================  =======================================================
+strategies that do not exist (seed 001, 1.1)                 ``test_errors.py::test_wrong_arguments``
+``fsdp_group_ag`` of other ranks (1.1)                       ``test_strategies.py``
+a context-parallel dimension that is left out (001, 1.1)     ``test_context_parallel.py::test_mistakes_are_explained``
+a pipeline's dimension as a data-parallel one (1.1)          ``test_pipeline.py::test_mistakes_are_explained``
+marks and DTensors of tensor parallelism (1.1, 3.7)          ``test_tensor_parallel.py::test_mistakes_with_meshes``
+arguments for experts, and what is one (seed 001, 1.1, 3.7)  ``test_expert_parallel.py``, "errors"
+ranks that hold different models (3.7)                       ``test_errors.py::test_ranks_with_different_models``
+===========================================================  =======================================================
 """
 
 from __future__ import annotations
@@ -329,6 +329,7 @@ ONE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 3])
 @on_ranks(4)
 def test_a_mistake_of_one_rank_is_an_error_on_all(culprit: int) -> None:
@@ -425,7 +426,7 @@ def test_replicas_that_differ_in_one_place() -> None:
 
 @on_ranks(4, timeout=60)
 def test_experts_and_tensor_parallelism() -> None:
-    """Seed 001, 1.1, 3.7: marks of tensor parallelism inside experts are rejected, and experts over ranks of other data."""
+    """1.1, 3.7: marks of tensor parallelism inside experts are rejected, and experts over ranks of other data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     over_all = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     sharded: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
@@ -457,6 +458,7 @@ def test_experts_and_tensor_parallelism() -> None:
 # -- unusual meshes that work -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_ranks_may_lie_in_any_order() -> None:
     """Ranks may be in any order in a mesh.

@@ -69,13 +69,10 @@ ASTRAY = [
 ]
 
 
+@pytest.mark.long_unless("*-way0-*")
 @pytest.mark.parametrize(
     ("strategy", "way", "known"),
-    [
-        pytest.param(*case, known, marks=[pytest.mark.long] if known and case is not ASTRAY[0] else [])
-        for case in ASTRAY
-        for known in (False, True)
-    ],
+    [(*case, known) for case in ASTRAY for known in (False, True)],
 )
 @on_ranks(2, timeout=90)
 def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known: bool) -> None:
@@ -136,6 +133,7 @@ def test_agreements_do_not_grow_with_layers() -> None:
     assert counts[0] == counts[1] <= 20, counts
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_what_follows_what_is_agreed_on_once(mode: str) -> None:
@@ -173,6 +171,7 @@ def test_accumulation_needs_no_agreement_once_it_is_known() -> None:
     assert not asked
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
@@ -194,6 +193,7 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
     call(x).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_graph_break_that_depends_on_data() -> None:
     """If a model is compiled in parts and one rank continues with another part, all ranks raise."""
@@ -234,12 +234,14 @@ def total(model: Any, x: Tensor) -> Tensor:
     return found[0]
 
 
+@pytest.mark.long_unless("*-eager-False")
 @pytest.mark.parametrize(
     ("mode", "known"),
     [
         (EAGER, False),
         (AOT_EAGER, True),
-        *(pytest.param(*row, marks=pytest.mark.long) for row in ((EAGER, True), (AOT_EAGER, False))),
+        (EAGER, True),
+        (AOT_EAGER, False),
     ],
 )
 @on_ranks(2, timeout=90)
@@ -324,7 +326,7 @@ def test_a_known_way_is_free() -> None:
 
 
 def test_a_long_training_takes_bounded_memory() -> None:
-    """Nothing is remembered of each forward of a training that does nothing else, and evaluation after it is still asked for."""
+    """Nothing is remembered of each forward of a mere training, and evaluation after it is still asked for."""
     store, order = Store(), Order()
     for _ in range(10_000):
         go(order, store, *STEP)

@@ -47,8 +47,6 @@ class Layers(nn.Module):
 
 WAYS = ["model", "regions", "function", "graph break", "layers", "fullgraph", "fsdp2", "numbers"]
 
-BRIEF = ("graph break", "regions")
-
 
 def prepare(way: str, inner: str | None) -> tuple[nn.Module, Any]:
     """Return a sharded model, and what to call: it if ``inner`` is None, else compiled code."""
@@ -106,7 +104,8 @@ def small_limit() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", [way if way in BRIEF else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2, timeout=120)
 def test_numbers_beyond_the_limit(way: str) -> None:
     """All ranks go on with compiled code, and with the bits of the eager path."""

@@ -42,6 +42,7 @@ def refused(*fragments: str) -> Any:
     assert time.monotonic() - begun < PATIENCE
 
 
+@pytest.mark.long
 @on_ranks(2, 4, timeout=90)
 def test_options_of_its_own_on_one_rank() -> None:
     model = build()
@@ -56,6 +57,7 @@ def test_options_of_its_own_on_one_rank() -> None:
     compiled(model)(torch.randn(2, 8)).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=90)
 def test_another_order_under_the_same_options() -> None:
     """If one rank compiles without a block, all ranks raise."""
@@ -68,6 +70,7 @@ def test_another_order_under_the_same_options() -> None:
     call(x).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=90)
 def test_a_backward_of_its_own() -> None:
     """If forwards are equal and one rank's backward reduces less, all ranks raise and use no gradient."""
@@ -80,6 +83,7 @@ def test_a_backward_of_its_own() -> None:
     call(torch.randn(2, 8)).backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=90)
 def test_batches_of_other_lengths() -> None:
     """Ranks may compile for different lengths, and at different times, because the collectives are the same."""
@@ -124,6 +128,7 @@ def test_one_rank_compiles_again() -> None:
     assert not asked
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_one_rank_finds_its_code_in_the_cache(tmp_path: Path) -> None:

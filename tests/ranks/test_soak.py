@@ -1,4 +1,7 @@
-"""A training under faults ends with the weights of one without, and leaves nothing behind. ``make soak`` does this for longer."""
+"""A training under faults ends with the weights of one without, and leaves nothing behind.
+
+``make soak`` does this for longer.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,9 @@ SHORT = Plan(
 LONG = Plan(steps=60, faults=10, modes=("eager", "aot_eager"), stall=1.0, limit=120.0)
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("plan", "seed"), [(SHORT, 3), pytest.param(LONG, 2, marks=pytest.mark.long)], ids=["one", "ten"]
-)
+@pytest.mark.parametrize(("plan", "seed"), [(SHORT, 3), (LONG, 2)], ids=["one", "ten"])
 def test_faults_change_nothing(plan: Plan, seed: int, tmp_path: Path) -> None:
     summary = Summary()
     run_round(plan, seed, tmp_path, print, summary)

@@ -105,6 +105,7 @@ def works(group: dist.ProcessGroup) -> None:
 RANK = "Rank 0"
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_one_rank_evaluates(mode: str) -> None:
@@ -126,7 +127,8 @@ def test_one_rank_evaluates(mode: str) -> None:
     training.stalls(program, RANK, "forward without gradients")
 
 
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @on_ranks(2, timeout=120)
 def test_one_rank_leaves_out_its_backward(mode: str) -> None:
     """If one rank skips its backward (``if loss.isnan(): continue``), the other gets an error in its own backward."""
@@ -143,7 +145,8 @@ def test_one_rank_leaves_out_its_backward(mode: str) -> None:
     training.stalls(program, "Rank 1 has reached a forward with gradients", "rank 0", "of Branches,")
 
 
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @on_ranks(2, timeout=120)
 def test_one_rank_takes_another_branch(mode: str) -> None:
     training = Training(mode)
@@ -184,6 +187,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
         training.stalls(whole, "Rank 1 has reached full_tensor() of", "enter.weight")
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_one_rank_falls_back_from_the_compiler() -> None:
     """If one rank runs a compiled model eagerly, all ranks raise."""
@@ -262,6 +266,7 @@ def test_the_default_group_works_after_a_reset() -> None:
         Checkpoints(folder[0]).save(1, model)
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_two_of_four_ranks() -> None:
     for ways in ({1: (0,), 3: (0,)}, {1: (0,), 3: (1,)}):

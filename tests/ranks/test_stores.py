@@ -78,6 +78,7 @@ def test_what_ranks_agree_on() -> None:
         agreement.conclude(dist.group.WORLD, "an order", ["same"], rank, combine, SOON)
 
 
+@pytest.mark.long_if("*-3")
 @pytest.mark.parametrize("culprit", [0, 3])
 @on_ranks(4, timeout=60)
 @in_parts

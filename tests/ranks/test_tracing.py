@@ -19,13 +19,12 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime.ranks import profiling
 
-SHORT = {(EAGER, "optim"), (AOT_EAGER, "HSDP optim_grads_params")}
 
-
+@pytest.mark.long_unless("*-eager-optim")
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [
-        pytest.param(mode, strategy, marks=[] if (mode, strategy) in SHORT else [pytest.mark.long])
+        (mode, strategy)
         for mode in (EAGER, AOT_EAGER, "inductor")
         for strategy in ("optim_grads_params", "optim", "HSDP optim_grads_params")
     ],

@@ -96,6 +96,7 @@ def test_of_a_thread_and_of_other_ranks(
     assert caught[1].filename == __file__
 
 
+@pytest.mark.long
 def test_of_a_program_without_a_file() -> None:
     told = subprocess.run(
         [sys.executable, "-c", "from mfsdp_compile.runtime.program_lines import warn\n\nwarn('here')"],

@@ -27,9 +27,10 @@ GROWTH = (("eager", 1), ("eager", 2), ("aot_eager", 2), ("inductor", 1))
 """Modes and numbers of ranks to watch."""
 
 RSS_BYTES_PER_STEP = 100
-"""Growth of resident memory that is not called a leak. A Python object that is kept takes 56 bytes and more, so two for each
-step are one; tensors take 500 and more. Measured: 16 for a loop of torch alone, and torch's own
-torch.distributed.checkpoint.save leaves 6 kB behind, 25 for each of our steps."""
+"""Growth of resident memory that is not called a leak. A Python object that is kept takes 56 bytes and more, so two for
+each step are one; tensors take 500 and more. Measured: 16 for a loop of torch alone, and torch's own
+torch.distributed.checkpoint.save leaves 6 kB behind, 25 for each of our steps.
+"""
 OBJECTS = 50
 """Growth of the number of objects of one type that is not called a leak: bounded records fill up, caches find keys."""
 WARM_UP = 2500
@@ -48,8 +49,8 @@ class Held:
         files: Open file descriptors.
         threads: Threads of Python.
         tasks: Threads of the operating system.
-        objects: Objects that the garbage collector follows, by type, of types with more than :data:`OBJECTS` of them: the
-            samples themselves must not take much memory.
+        objects: Objects that the garbage collector follows, by type, of types with more than :data:`OBJECTS` of them:
+            the samples themselves must not take much memory.
     """
 
     step: int
@@ -62,7 +63,8 @@ class Held:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: {self.rss / 2**20:.1f} MiB resident, {self.tensors:,} B of tensors, {self.files} files, "
+            f"step {self.step}: {self.rss / 2**20:.1f} MiB resident, {self.tensors:,} B of tensors, {self.files} "
+            "files, "
             f"{self.threads} threads, {self.tasks} tasks, {self.objects.total():,} objects"
         )
 

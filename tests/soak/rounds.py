@@ -81,7 +81,8 @@ class Summary:
         for kind, count in sorted(self.faults.items()):
             yield f"{count:5}  {kind}"
         yield (
-            f"{self.rounds} rounds, {sum(self.faults.values())} faults, {self.restarts} restarts, {self.steps} steps, of "
+            f"{self.rounds} rounds, {sum(self.faults.values())} faults, {self.restarts} restarts, {self.steps} steps, "
+            "of "
             f"which {self.repeated} again; {self.seconds_lost:.0f} s lost to faults"
         )
 

@@ -30,7 +30,10 @@ from torch import Tensor
 HAS_EXTENSION = importlib.util.find_spec("transformer_engine_torch") is not None
 """Whether the real extension is there. If so, it is used."""
 FOLDER = os.environ.get("MFSDP_TRANSFORMER_ENGINE", os.path.join(sys.prefix, "transformer_engine"))
-"""Where ``make`` puts the wheel without its extension. Among other packages, peft would find it, and fail to import it."""
+"""Where ``make`` puts the wheel without its extension.
+
+Among other packages, peft would find it, and fail to import it.
+"""
 IS_THERE = HAS_EXTENSION or os.path.isdir(os.path.join(FOLDER, "transformer_engine"))
 
 tex = types.ModuleType("transformer_engine_torch")

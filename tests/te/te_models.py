@@ -1,4 +1,4 @@
-"""Models of Transformer Engine's layers, trained sharded and in one process: on a CPU with the reference, or on GPUs."""
+"""Models of Transformer Engine's layers, sharded and in one process: on a CPU with the reference, or on GPUs."""
 
 from __future__ import annotations
 
@@ -304,8 +304,8 @@ def compare(
 
     Args:
         primary: Whether the weights of layers are quantized when the model is built.
-        spread: Whether rows of weights differ by orders of magnitude. With powers of 2 as scales, what is quantized hardly
-            depends on what shares a scale otherwise.
+        spread: Whether rows of weights differ by orders of magnitude. With powers of 2 as scales, what is quantized
+            hardly depends on what shares a scale otherwise.
     """
     for name in recipes:
         how: dict[str, Any] = {"primary": name} if primary else {}
@@ -350,8 +350,8 @@ def compare_quantizers() -> None:
 def compare_nvfp4() -> None:
     """Compare scales and bytes of ``param_comm_scaling="nvfp4"`` with those of Transformer Engine's own reference.
 
-    It multiplies by reciprocal scales. That rounds three times, where a division rounds once, so that values may go to the
-    other side if they are that close to the middle between two.
+    It multiplies by reciprocal scales. That rounds three times, where a division rounds once, so that values may go to
+    the other side if they are that close to the middle between two.
     """
     te()
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])

@@ -27,12 +27,14 @@ pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transf
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "GroupedLinear")
 
 
+@pytest.mark.long_unless("2-Linear", "2-LayerNormMLP")
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, 4)
 def test_sharded_equals_alone(kind: str) -> None:
     te_models.compare(kind, te_models.BITWISE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
 def test_gradients_are_the_mean_over_ranks(fused: bool) -> None:
@@ -75,6 +77,7 @@ def test_accumulation(first: bool) -> None:
         te_models.compare(kind, ["current"], micro=2, first=first)
 
 
+@pytest.mark.long_if("*-LayerNormLinear-*", "*-TransformerLayer-*", "*-2-1", "*-Linear-1-2")
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize(("kind", "uses"), [*((kind, 1) for kind in KINDS), *((kind, 2) for kind in KINDS[:3])])
 @on_ranks(2)
@@ -93,6 +96,7 @@ ROUNDING = 0.01
 """The sum of two gradients in bfloat16 is rounded once in one process, elsewhere here."""
 
 
+@pytest.mark.long_unless("*-Linear-*")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "RMSNorm"])
 @on_ranks(2)
@@ -106,6 +110,7 @@ def test_no_weight_outlives_its_unit(kind: str, fused: bool) -> None:
         te_models.check_that_no_weight_stays(model, kind, width, recipe)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,7 +175,7 @@ def test_gradients_that_are_asked_for() -> None:
 
 @on_ranks(2)
 def test_checkpointed_blocks() -> None:
-    """Layers that are recomputed in backward write gradients, too. (In fp8, they need Transformer Engine's own checkpoint.)"""
+    """Layers recomputed in backward write gradients, too. In fp8, they need Transformer Engine's checkpoint."""
     kind, results = "LayerNormMLP", []
     for checkpointed in (False, True):
         model = te_models.build(kind, fuse_wgrad_accumulation=True)
@@ -181,6 +186,7 @@ def test_checkpointed_blocks() -> None:
     assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_initialization_on_meta() -> None:
     """Values are those that one process draws, and training goes on from them."""
@@ -263,6 +269,7 @@ def test_a_copy_trains_as_the_original() -> None:
     assert first.losses == second.losses and first.distance(second) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @on_ranks(2)
 def test_compiled(kind: str) -> None:
@@ -320,7 +327,8 @@ def test_what_is_refused() -> None:
         layer.backward_dw()
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.long_unless("*-Linear")
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_param_dtype(kind: str) -> None:
     """Float32 layers with ``param_dtype`` compute what bfloat16 layers of the same weights do."""
