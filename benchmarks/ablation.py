@@ -33,8 +33,9 @@ from typing import Literal
 from published import GIB, run
 
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
+from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
-from mfsdp_compile.passes.solver.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.solve import solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits

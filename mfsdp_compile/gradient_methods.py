@@ -10,6 +10,7 @@ from torch import nn
 
 from mfsdp_compile.runtime.geometry.topology import Accumulation
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
+from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
 __all__ = ["GradientMethods"]
@@ -125,7 +126,7 @@ class GradientMethods(nn.Module):
             RuntimeError: If a step is in progress.
             ValueError: If ``keep_gathered`` is combined with HFSDP.
         """
-        self.sharded.set_accumulation(Accumulation(whole_gradients, keep_gathered))
+        settings.set_accumulation(self.sharded, Accumulation(whole_gradients, keep_gathered))
 
     # -- their values -------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import name_of
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .backend.options import parse_bytes
 
@@ -34,8 +36,7 @@ class ParameterMethods(nn.Module):
 
         Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
         Memory: one bucket, or two if the caller still holds a tensor of the last one while the next one is gathered, as
-            the
-        variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
+        the variable of a loop does without ``del``. Gloo takes another bucket meanwhile, for copies of its own.
 
         Other ranks learn within seconds of an error inside of a gather, whichever rank has it; then ``model.reset()``.
         """
@@ -61,7 +62,48 @@ class ParameterMethods(nn.Module):
             RuntimeError: If a step is in progress.
             ValueError: With HFSDP.
         """
-        return self.sharded.gathered(None if budget is None else parse_bytes(budget, "gathered(budget)"))
+        return settings.gathered(self.sharded, None if budget is None else parse_bytes(budget, "gathered(budget)"))
+
+    def set_schedule(
+        self,
+        *,
+        prefetch: int = 1,
+        prefetch_bytes: int | str = 4 << 30,
+        reductions_in_flight: int = 1,
+        reduction_bytes: int | str = 8 << 30,
+        keep_last: bool = True,
+    ) -> None:
+        """Set how early units are gathered and how late reductions are awaited: the same numbers in every way to run.
+
+        The eager path follows them, and so do modules that are compiled one by one. They are the defaults of the
+        options of these names where the whole model is compiled. No number changes a result. Collective, between
+        steps; code is compiled again. Call without arguments to restore the defaults.
+
+        Args:
+            prefetch: Number of units before its first use at which a unit's gather starts; 0: right at its use. Memory:
+                that many units more.
+            prefetch_bytes: Largest unit, in gathered bytes, that is gathered ahead; text such as ``"4GiB"``, too.
+            reductions_in_flight: Number of units whose reductions may be under way while backward goes on.
+            reduction_bytes: Largest total bytes of reductions under way.
+            keep_last: Whether the unit that forward uses last stays for the backward, which needs it first.
+
+        Raises:
+            TypeError, ValueError: If a number is not a whole number, or negative.
+            RuntimeError: If a step is in progress, or ranks ask for different schedules. Nothing has changed.
+        """
+        if prefetch == "auto":
+            raise TypeError(
+                "set_schedule takes numbers: prefetch='auto' is found from a compiled graph. Pass it in the options of "
+                "torch.compile."
+            )
+        policy = SchedulePolicy(
+            prefetch=prefetch,
+            prefetch_bytes=parse_bytes(prefetch_bytes, "set_schedule(prefetch_bytes)"),
+            reductions_in_flight=reductions_in_flight,
+            reduction_bytes=parse_bytes(reduction_bytes, "set_schedule(reduction_bytes)"),
+            keep_last=keep_last,
+        )
+        settings.set_schedule(self.sharded, policy)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``generate`` of the wrapped transformers model, with ``synced_gpus=True`` if forwards gather.

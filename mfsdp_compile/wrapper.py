@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.model import recovery
+from mfsdp_compile.runtime.model import recovery, settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
@@ -234,7 +234,7 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
         try:
             yield
         finally:
-            self.sharded.set_precision(before)
+            settings.set_precision(self.sharded, before)
 
     def reset_mixed_precision_policy(self, policy: PolicyArgument) -> None:
         """Reduce gradients in ``policy.grad_comm_dtype`` from now on.
@@ -255,7 +255,7 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
             raise ValueError(
                 f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {given}."
             )
-        self.sharded.set_precision(given)
+        settings.set_precision(self.sharded, given)
 
 
 def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:

@@ -32,8 +32,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report, role_of
 from .solver.costs import CostModel

@@ -22,8 +22,8 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ..runtime.schedule.phase import Phase
 from .context import Context, Report
 from .listing import collectives
 from .roles import dependencies, pack_inside, packs

@@ -21,8 +21,9 @@ import operator
 
 from torch import fx
 
-from ..runtime.schedule.phase import Phase
-from ..runtime.schedule.policy import SchedulePolicy
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+
 from . import roles
 from .context import Context, Report
 

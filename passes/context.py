@@ -12,10 +12,9 @@ from torch import fx
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
-
-from ..runtime.schedule.decisions import Decisions
-from ..runtime.schedule.phase import Phase
-from ..runtime.schedule.policy import SchedulePolicy
+from mfsdp_compile.runtime.schedule.decisions import Decisions
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 __all__ = [
     "BucketInfo",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
 

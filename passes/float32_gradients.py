@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, NodeKind, Report, role_of
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.decisions import Decisions
+from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-from ..runtime.schedule.decisions import Decisions
-from ..runtime.schedule.phase import Phase
-from ..runtime.schedule.policy import SchedulePolicy
 from . import (
     activations,
     announce,

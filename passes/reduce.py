@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..runtime.schedule.decisions import Behind, reductions_by_policy
-from ..runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Behind, reductions_by_policy
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
 

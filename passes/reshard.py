@@ -19,9 +19,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.decisions import kept_by_policy
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ..runtime.schedule.decisions import kept_by_policy
-from ..runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, NodeKind, Report
 

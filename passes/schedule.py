@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..runtime.schedule.decisions import Ahead
-from ..runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Ahead
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from . import roles
 from .context import Context, Report
 

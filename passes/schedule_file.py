@@ -29,10 +29,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
+from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
-
-from ..runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
-from ..runtime.schedule.phase import Phase
 
 __all__ = ["ScheduleText"]
 

@@ -36,8 +36,8 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ..runtime.schedule.phase import Phase
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, nested_graph, region_calls
 

@@ -81,6 +81,8 @@ def mfsdp(
     escaped = _escaped(gm)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
+    if not served:
+        chosen = chosen.with_defaults_of(models_of(buckets))
     refused: dict[str, str] = {}
     with (
         _reporting_errors(buckets),

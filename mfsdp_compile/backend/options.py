@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
@@ -25,6 +26,9 @@ __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "p
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 
+
+_OF_MODELS = ("prefetch", "prefetch_bytes", "reductions_in_flight", "reduction_bytes", "keep_last")
+"""Options whose defaults are the model's, see :meth:`~mfsdp_compile.MegatronFSDP.set_schedule`."""
 
 Fp8Filter = Callable[[str, torch.Size], bool]
 
@@ -67,6 +71,7 @@ class CompileOptions:
         verify: ``"once"``: verify graphs after all built-in passes have run. ``"each"``: after each pass. The
             environment variable ``MFSDP_VERIFY`` sets the default.
         progress: Whether rank 0 tells on stderr about compilations that take longer than 5 s.
+        given: Names of the options for the schedule that were given.
     """
 
     inner: str = "inductor"
@@ -84,6 +89,7 @@ class CompileOptions:
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
     progress: bool = True
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def steers_schedule(self) -> bool:
@@ -93,7 +99,24 @@ class CompileOptions:
     @staticmethod
     def names() -> set[str]:
         """Return the names of all options."""
-        return {f.name for f in (*fields(CompileOptions), *fields(SchedulePolicy))} - {"text"}
+        return {f.name for f in (*fields(CompileOptions), *fields(SchedulePolicy))} - {"text", "given"}
+
+    def with_defaults_of(self, models: Sequence[ShardedModel]) -> CompileOptions:
+        """Return options whose numbers for the schedule, where they were not given, are those of the models.
+
+        Raises:
+            ValueError: Models in one graph have different schedules.
+        """
+        policy = models[0].eager.policy
+        if any(model.eager.policy != policy for model in models):
+            raise ValueError(
+                "Two models in one compiled graph have different schedules (set_schedule). Give them the same one, or "
+                "compile them apart."
+            )
+        if policy == SchedulePolicy() or self.schedule.is_solved or self.text is not None:
+            return self
+        names = [name for name in _OF_MODELS if name not in self.given]
+        return replace(self, schedule=replace(self.schedule, **{name: getattr(policy, name) for name in names}))
 
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""
@@ -152,7 +175,7 @@ class CompileOptions:
             )
         given.setdefault("verify", os.environ.get("MFSDP_VERIFY") or "once")
         given.setdefault("inductor", {})
-        found = CompileOptions(**given, schedule=schedule, text=text)
+        found = CompileOptions(**given, schedule=schedule, text=text, given=frozenset(numbers))
         found._check()
         return replace(found, inductor=tuple(sorted(given["inductor"].items())), passes=tuple(found.passes))
 
@@ -193,7 +216,8 @@ class CompileOptions:
     def __str__(self) -> str:
         """List the options that differ from their defaults, for ranks to compare. Omits those that change no graph."""
         default = CompileOptions()
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report", "progress")}
+        silent = ("verify", "report", "progress", "given")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in silent}
         given["passes"] = tuple(map(name_of, self.passes))
         given["fp8_filter"] = name_of(self.fp8_filter) if self.fp8_filter is not None else None
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
 
 from mfsdp_compile.runtime.geometry.topology import Accumulation
-from mfsdp_compile.runtime.model import recovery
+from mfsdp_compile.runtime.model import recovery, settings
 
 from .compiled import compile_again, settings_of
 from .first_use import Generated, Pending
@@ -84,7 +84,9 @@ class FSDPModule(Generated):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are released after forward and gathered again in backward. Not during a step."""
         check_bool("reshard_after_forward", reshard_after_forward)
-        state_of(self).model.set_reshard_after_forward(buckets_of(states(self, recurse)), reshard_after_forward)
+        settings.set_reshard_after_forward(
+            state_of(self).model, buckets_of(states(self, recurse)), reshard_after_forward
+        )
 
     @_setting
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -95,7 +97,9 @@ class FSDPModule(Generated):
         releases them at once, and the last microbatch gathers them again.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
-        state_of(self).model.set_reshard_after_backward(buckets_of(states(self, recurse)), reshard_after_backward)
+        settings.set_reshard_after_backward(
+            state_of(self).model, buckets_of(states(self, recurse)), reshard_after_backward
+        )
 
     @_setting
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -135,7 +139,7 @@ class FSDPModule(Generated):
         state = state_of(self)
         accumulation = state.model.topology.accumulation
         if not requires_gradient_sync and not accumulation.whole_gradients:
-            state.model.set_accumulation(Accumulation(True, accumulation.keeps_gathered))
+            settings.set_accumulation(state.model, Accumulation(True, accumulation.keeps_gathered))
         for each in states(self, recurse):
             each.syncs = each.all_reduces = requires_gradient_sync
         apply_sync(state)
@@ -165,7 +169,7 @@ class FSDPModule(Generated):
         if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not factor > 0:
             raise ValueError(f"set_gradient_divide_factor takes a number above 0, got {factor!r}")
         state = state_of(self)
-        state.model.set_gradient_divide_factor(buckets_of([state]), float(factor))
+        settings.set_gradient_divide_factor(state.model, buckets_of([state]), float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 

@@ -16,6 +16,7 @@ from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.memory.bucket import is_homeless
 from mfsdp_compile.runtime.model import first_values
+from mfsdp_compile.runtime.model.shard import check_dissolves, dissolve
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.ranks.agreement import telling_others
@@ -40,9 +41,9 @@ def shard(root: nn.Module) -> None:
     parts = list({id(state.model): state.model for module in units if (state := vars(module).get(STATE))}.values())
     settings = {module: vars(module).get(SETTINGS, {}) for module in units}
     for part in parts:
-        part.check_dissolves()
+        check_dissolves(part)
     for part in parts:
-        part.dissolve()
+        dissolve(part)
     for module in units:
         vars(module).pop(STATE, None)
     for module in holder.modules():

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.units import EagerPolicy, EagerUnit
+from mfsdp_compile.runtime.eager.units import EagerUnit
 from mfsdp_compile.runtime.memory.bucket import Bucket
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .first_use import sharded
 from .request import REQUEST
@@ -49,7 +50,7 @@ class ModuleState:
     holder: nn.Module | None
     syncs: bool = True
     all_reduces: bool = True
-    reductions: int = EagerPolicy().reductions_in_flight
+    reductions: int = SchedulePolicy().reductions_in_flight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         duplicate = memo[id(self)] = object.__new__(ModuleState)

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor
 
+from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.program_lines import warn
 
 from ..runtime.geometry.topology import Accumulation
@@ -129,7 +130,7 @@ class PipelineStage(pipelining.PipelineStage):
             dist.get_process_group_ranks(model.sharded.group),
             dist.get_process_group_ranks(self.group or dist.group.WORLD),
         )
-        model.sharded.set_accumulation(Accumulation(not reduce_each, keep_gathered, forwards_overlap=True))
+        settings.set_accumulation(model.sharded, Accumulation(not reduce_each, keep_gathered, forwards_overlap=True))
         self._takes_turns = self.num_stages > self.group_size
         self._backwards = 0
         self._earlier: list[gradients.Aside] = []

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mfsdp_compile.passes.solver.costs import Ring, collective_seconds
-from mfsdp_compile.passes.solver.reasons import explained, gib
+from mfsdp_compile.passes.solver.reasons import BudgetError, explained, gib
 from mfsdp_compile.passes.solver.simulate import Timeline, simulate
-from mfsdp_compile.passes.solver.solve import BudgetError
 from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.decisions import Decisions

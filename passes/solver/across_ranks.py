@@ -28,10 +28,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, Union
 
-from ...runtime.schedule.decisions import Decisions
-from .reasons import excess
+from mfsdp_compile.runtime.schedule.decisions import Decisions
+
+from .reasons import BudgetError, excess
 from .simulate import OptimizerCost, Timeline
-from .solve import BudgetError, Solution, smallest, solve
+from .solve import Solution, smallest, solve
 from .step_events import StepOutlines
 
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]

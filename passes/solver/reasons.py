@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NoReturn
 
-from ...runtime.schedule.decisions import Decisions, Limit
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Decisions, Limit
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .flow import Category
 from .simulate import Exposure, Stage, Timeline
 
-__all__ = ["excess", "explained", "gib", "refusal"]
+__all__ = ["BudgetError", "excess", "explained", "gib", "refuse_budget"]
 
 _CHOSEN = (Limit.POLICY, Limit.SIZE, Limit.IN_FLIGHT, Limit.IN_FLIGHT_SIZE, Limit.FILE)
 _HELPS = {
@@ -41,10 +43,23 @@ def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
     return sorted(((size, category) for category, size in timeline.peak_parts.items() if size), reverse=True)
 
 
-def refusal(
+class BudgetError(ValueError):
+    """No schedule keeps to the memory budget.
+
+    Args:
+        message: Error message.
+        needed: Peak bytes of the smallest schedule.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+def refuse_budget(
     smallest: Timeline, budget: int, prefetch: int | None, reshard: bool | int | None, beginning: str = ""
-) -> str:
-    """Return the message that no schedule keeps to a budget.
+) -> NoReturn:
+    """Raise :class:`BudgetError`: no schedule keeps to a budget.
 
     Args:
         smallest: Timeline of the smallest schedule.
@@ -56,10 +71,11 @@ def refusal(
     again = "what backward needs kept" if reshard is False else "every bucket gathered again"
     if not isinstance(reshard, bool) and reshard is not None:
         again = f"one of {reshard} portions of what backward needs kept"
-    return (
+    raise BudgetError(
         f"{beginning or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, "
         f"{f'with prefetch {prefetch}' if prefetch else 'without prefetch'} and with {again}, has "
-        f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}."
+        f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}.",
+        smallest.peak_bytes,
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...runtime.schedule.decisions import Ahead, Behind
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .step_events import StepOutlines
 
 __all__ = ["Room", "SegmentMemory"]

@@ -30,33 +30,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .outline import Outline, Use
-from .reasons import refusal as refuse_budget
+from .reasons import refuse_budget
 from .room import Room, SegmentMemory
 from .simulate import OptimizerCost, Stage, Timeline
 from .step_events import STAGES, StepOutlines, gathered_bytes
 
-__all__ = ["BudgetError", "Solution", "smallest", "solve"]
+__all__ = ["Solution", "smallest", "solve"]
 
 _BOUNDS = 12
 """Number of memory bounds to try between the smallest schedule and the largest."""
 _ROUNDS = 4
 """Maximum number of rounds that move gathers earlier which a simulation shows exposed."""
-
-
-class BudgetError(ValueError):
-    """No schedule keeps to the memory budget.
-
-    Args:
-        message: Error message.
-        needed: Peak bytes of the smallest schedule.
-    """
-
-    def __init__(self, message: str, needed: int) -> None:
-        super().__init__(message)
-        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,7 @@ class _Solver:
         low = smallest.timeline.peak_bytes
         if low > limit:
             assert budget is not None
-            raise BudgetError(refuse_budget(smallest.timeline, budget, self.prefetch, self.reshard, beginning), low)
+            refuse_budget(smallest.timeline, budget, self.prefetch, self.reshard, beginning)
         unbounded = [*self._schedules(None), *self._usual()]
         largest = min(unbounded, key=_rank)
         span = max(0, largest.timeline.peak_bytes - low)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
+from mfsdp_compile.runtime.schedule.decisions import (
+    Behind,
+    Decisions,
+    gather_by_policy,
+    kept_by_policy,
+    reductions_by_policy,
+)
+from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
-from ...runtime.schedule.decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
-from ...runtime.schedule.phase import Phase
 from ..context import BucketInfo, Context
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of

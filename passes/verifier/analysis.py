@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ...runtime.schedule.phase import Phase
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
 from ..roles import GATHERS, REDUCES

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ...runtime.schedule.phase import Phase
 from .. import roles
 from ..context import NodeKind, role_of
 from .analysis import Analysis, CollectiveNode, tensor_of

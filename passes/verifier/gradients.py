@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.geometry.exchange import When
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ...runtime.schedule.phase import Phase
 from .. import roles
 from ..context import role_of
 from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of

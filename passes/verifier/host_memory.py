@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
 from .analysis import Analysis, Findings
 from .contract import Contract, is_of_portions

@@ -6,7 +6,8 @@ import operator
 
 from torch import fx
 
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
 from ..context import NodeKind, role_of
 from .analysis import Analysis, Findings, tensor_of, whole_operands

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from ...runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.phase import Phase
+
 from .. import roles
 from ..context import NodeKind, role_of
 from .analysis import RELEASE, Analysis, Findings, arguments, tensor_of, whole_operands

@@ -16,8 +16,8 @@ from pathlib import Path
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.phase import Phase
 
-from ...runtime.schedule.phase import Phase
 from ..context import Context, Report
 from .analysis import Analysis
 from .contract import contract_of

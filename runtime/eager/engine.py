@@ -39,16 +39,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..geometry.exchange import Overlap
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
+from ..schedule.policy import SchedulePolicy
 from .context import EagerOwner, StepContext
 from .gathering import Gathering, unseen
 from .parameters import Parameters
 from .reducing import Reducing, anchor_of_bucket
 from .saved_tensors import SavedTensors
-from .units import EagerPolicy, EagerUnit, UnitControl
+from .units import EagerUnit, UnitControl
 
 __all__ = ["EagerRuntime", "Window"]
 
@@ -104,7 +106,8 @@ class EagerRuntime:
     Args:
         units: Units in registration order.
         modules: All modules of the model.
-        policy: Limits on prefetches and reductions.
+        policy: How early units are gathered, and how late reductions are awaited.
+        overlap: Kinds of collectives that may overlap with computation.
 
     Attributes:
         step: The running step.
@@ -114,12 +117,13 @@ class EagerRuntime:
         reducing: Gradients.
     """
 
-    def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: EagerPolicy) -> None:
+    def __init__(
+        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: SchedulePolicy, overlap: Overlap
+    ) -> None:
         self.units = tuple(units)
         self.modules = weakref.WeakSet(modules)
-        self.policy = policy
         self.step = StepContext([bucket for unit in self.units for bucket in unit.buckets])
-        self.gathering = Gathering(self.step, self.units, policy)
+        self.gathering = Gathering(self.step, self.units, policy, overlap)
         self.saved = SavedTensors(self.step, self.gathering)
         self.reducing = Reducing(self.step, self.gathering)
         self.parameters = Parameters(self.step, self.gathering, self.reducing, self.saved)
@@ -134,6 +138,15 @@ class EagerRuntime:
     @owner.setter
     def owner(self, owner: EagerOwner) -> None:
         self.step.owner = owner
+
+    @property
+    def policy(self) -> SchedulePolicy:
+        """How early units are gathered, and how late reductions are awaited."""
+        return self.gathering.policy
+
+    @policy.setter
+    def policy(self, policy: SchedulePolicy) -> None:
+        self.gathering.policy = policy
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -342,7 +355,7 @@ class EagerRuntime:
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
         units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
-        EagerRuntime.__init__(duplicate, units, modules, self.policy)
+        EagerRuntime.__init__(duplicate, units, modules, self.policy, self.gathering.overlap)
         duplicate.owner = owner
         twin = dict(zip(self.units, units, strict=True))
         for unit in self.units:

@@ -25,13 +25,16 @@ from torch import Tensor, nn
 from .. import compat
 from ..collectives.ops import gather_into_buffer
 from ..formats import quantize
+from ..geometry.exchange import Overlap
 from ..geometry.topology import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
+from ..schedule.decisions import gather_by_policy
+from ..schedule.policy import SchedulePolicy
 from ..step import checks as step_checks
 from .context import StepContext
-from .units import EagerPolicy, EagerUnit, UnitControl, UnitState, UnitStates
+from .units import EagerUnit, UnitControl, UnitState, UnitStates
 
 __all__ = [
     "ORDINARY",
@@ -162,7 +165,8 @@ class Gathering:
     Args:
         step: The running step.
         units: Units in registration order.
-        policy: Limits on prefetches.
+        policy: How early units are gathered, and how late reductions are awaited.
+        overlap: Kinds of collectives that may overlap with computation.
 
     Attributes:
         gathered: The buckets that are gathered, or being gathered.
@@ -174,10 +178,11 @@ class Gathering:
         hooks_everywhere: Whether they are; else they are active in windows that have read parameters.
     """
 
-    def __init__(self, step: StepContext, units: Sequence[EagerUnit], policy: EagerPolicy) -> None:
+    def __init__(self, step: StepContext, units: Sequence[EagerUnit], policy: SchedulePolicy, overlap: Overlap) -> None:
         self.step = step
         self.units = tuple(units)
         self.policy = policy
+        self.overlap = overlap
         self.unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self.gathered: dict[Bucket, Gathered] = {}
         self.by_storage: dict[int, Bucket] = {}
@@ -343,11 +348,21 @@ class Gathering:
         chosen = control.backward_prefetch if in_backward else control.forward_prefetch
         if chosen is not None:
             return chosen
-        following = (self._previous if in_backward else self._next).get(unit)
-        return () if following is None else (following,)
+        neighbors = self._previous if in_backward else self._next
+        following: list[EagerUnit] = []
+        at = neighbors.get(unit)
+        while at is not None and at is not unit and at not in following and self._distance(at) > len(following):
+            following.append(at)
+            at = neighbors.get(at)
+        return following
+
+    def _distance(self, unit: EagerUnit) -> int:
+        """Return how many units earlier the policy starts to gather a unit."""
+        return gather_by_policy(self.policy, unit.gathered_bytes, self.overlap.gathers).units
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
-        return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes
+        fits = unit.gathered_bytes <= self.policy.prefetch_bytes and self.overlap.gathers
+        return fits and unit not in self._gather_themselves
 
     def note_own_gathers(self, buckets: Iterable[Bucket]) -> None:
         """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
@@ -372,6 +387,7 @@ class Gathering:
         written = [bucket for bucket, state in self.gathered.items() if self._is_written(state)]
         for bucket, state in list(self.gathered.items()):
             self._check_content(bucket, state)
+        keep_last = keep_last and self.policy.keep_last
         for unit in self.units:
             self._end_forward_of(unit, keep_last and unit is self.last_read)
         self.states.end_forward()

@@ -85,15 +85,24 @@ class Reducing:
         self._step.owner.grad_sync.enter_backward()
         gradients.note_use(bucket, used)
         self._step.owner.grad_sync.note_eager_use(bucket)
+        policy, overlaps = self._gathering.policy, self._gathering.overlap.reductions
         if bucket.exchange.groups:
+            size = bucket.plan.gathered_bytes
+            while self.running and size + self._bytes_in_flight > policy.reduction_bytes:
+                self._take_in()
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
             self._accumulate(bucket, packed, used)
         self._step.complete.add(bucket)
         self._gathering.release_checked(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
-        for _ in range(len(self.running) - self._gathering.policy.reductions_in_flight * in_a_unit):
+        in_flight = policy.reductions_in_flight * in_a_unit if overlaps else 0
+        for _ in range(len(self.running) - in_flight):
             self._take_in()
+
+    @property
+    def _bytes_in_flight(self) -> int:
+        return sum(reduction.bucket.plan.gathered_bytes for reduction in self.running)
 
     @compat.python_only
     def reduce_now(

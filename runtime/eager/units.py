@@ -12,20 +12,7 @@ from torch import Tensor
 from ..memory.bucket import Bucket
 from ..owner import ModuleRef
 
-__all__ = ["EagerPolicy", "EagerUnit", "UnitControl", "UnitState", "UnitStates"]
-
-
-@dataclass(frozen=True)
-class EagerPolicy:
-    """The numbers that control the eager path.
-
-    Args:
-        prefetch_bytes: The next unit is prefetched if it is at most this large, in bytes; -1: never.
-        reductions_in_flight: How many units' reductions may be running before the eager path waits for the oldest.
-    """
-
-    prefetch_bytes: int = 4 << 30
-    reductions_in_flight: int = 1
+__all__ = ["EagerUnit", "UnitControl", "UnitState", "UnitStates"]
 
 
 @dataclass(frozen=True, eq=False)

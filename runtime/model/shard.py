@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import compat
 from ..eager.engine import EagerRuntime, Window
-from ..eager.modules import shard_module
+from ..eager.modules import is_sharded, release_module, shard_module
 from ..eager.save_methods import guard_saving
-from ..eager.units import EagerPolicy, EagerUnit
+from ..eager.units import EagerUnit
 from ..formats.casts import Casts
 from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap
@@ -28,7 +28,7 @@ from ..memory.allocation import Allocate, Allocator
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import BufferPolicy, BufferPool
 from ..memory.registration import Registration
-from ..owner import ModuleRef
+from ..owner import ModuleRef, stop_ignoring
 from ..plan import communicators
 from ..plan.buckets import BucketPlanner
 from ..plan.communicators import Communication
@@ -39,10 +39,11 @@ from ..plan.references import move_hooks, retire
 from ..plan.units import Unit, UnitModules
 from ..ranks.agreement import agree
 from ..ranks.conduct import Conduct
+from ..schedule.policy import SchedulePolicy
 from .membership import Membership
-from .sharded_model import ShardedModel
+from .sharded_model import ShardedModel, forget
 
-__all__ = ["ShardingOptions", "shard_model"]
+__all__ = ["ShardingOptions", "check_dissolves", "dissolve", "shard_model"]
 
 _RANDOM = "random numbers to initialize with (call torch.manual_seed with one seed on all ranks)"
 
@@ -63,7 +64,7 @@ class ShardingOptions:
         check_values: Whether to compare parameter values between ranks, in addition to names, shapes and dtypes.
         layout_policy: Limits for bucket layouts.
         whole: Names of parameters that should each be kept on one rank.
-        eager_policy: Limits for the eager path.
+        schedule: How early units are gathered, and how late reductions are awaited.
         experts: Function that determines which parameters are experts, and which ranks hold them. None: all ranks hold
             the same parameters.
         tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
@@ -87,7 +88,7 @@ class ShardingOptions:
     check_values: bool = True
     layout_policy: LayoutPolicy | None = None
     whole: Collection[str] = ()
-    eager_policy: EagerPolicy = field(default_factory=EagerPolicy)
+    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initializer | None = None
@@ -140,7 +141,7 @@ def shard_model(
     for holder in module.modules():
         for name, buffer in holder._buffers.items():
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
-    eager = EagerRuntime(made.units, module.modules(), _eager_policy(options))
+    eager = EagerRuntime(made.units, module.modules(), options.schedule, options.overlap)
     buckets = [bucket for unit in made.units for bucket in unit.buckets]
     pool = BufferPool(Allocator(options.allocate)) if options.allocate is not None else BufferPool()
     registration = Registration(pool, options.symmetric) if options.registers != "never" else None
@@ -318,15 +319,6 @@ def _initialize(
         raise
 
 
-def _eager_policy(options: ShardingOptions) -> EagerPolicy:
-    policy = options.eager_policy
-    if not options.overlap.gathers:
-        policy = replace(policy, prefetch_bytes=-1)
-    if not options.overlap.reductions:
-        policy = replace(policy, reductions_in_flight=0)
-    return policy
-
-
 def _shard_modules(root: nn.Module, model: ShardedModel, homes: Homes, casts: Mapping[nn.Module, Casts]) -> None:
     """Give each module that is a window, holds parameters, or casts, the behavior of a sharded one."""
     eager = model.eager
@@ -339,3 +331,42 @@ def _shard_modules(root: nn.Module, model: ShardedModel, homes: Homes, casts: Ma
         window = Window(model, eager, ModuleRef(module), unit_of.get(module), owns, is_root=module is root)
         eager.add_window(window)
         shard_module(module, own, window, casts.get(module, Casts()))
+
+
+def check_dissolves(model: ShardedModel) -> None:
+    """Raise if :meth:`dissolve` would lose something.
+
+    Raises:
+        RuntimeError: A step is in progress, or there are gradients.
+        NotImplementedError: A parameter gathers itself, or modules get it quantized.
+    """
+    model.refuse_in_step("The model became a part of a larger one")
+    for bucket in model.buckets:
+        name = bucket.plan.layout.slots[0].name
+        if bucket.has_gradients:
+            raise RuntimeError(
+                f"Parameters like {name!r} have gradients from before their module became a part of a larger "
+                "model, which would be lost. Use them, and call zero_grad(), before the larger model is used."
+            )
+        if bucket.plan.is_extension or bucket.plan.scaling:
+            raise NotImplementedError(
+                f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, "
+                "and it is gathered in its own form, which cannot be sharded again. Call fully_shard on all "
+                "modules, from the inside out, before anything reads their parameters."
+            )
+
+
+def dissolve(model: ShardedModel) -> None:
+    """Let the model's modules be sharded again, as a part of a larger model, which takes over their parameters.
+
+    Parameters stay the same objects, with the same rows, but are in no bucket until then.
+    """
+    assert model.module is not None
+    model.await_gathers()
+    forget(model)
+    for module in model.module.modules():
+        if is_sharded(module):
+            release_module(module)
+    for param in (param for bucket in model.buckets for param in bucket.params):
+        del vars(param)["mfsdp_home"]
+    stop_ignoring(model.ignored.values())

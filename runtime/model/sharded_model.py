@@ -20,7 +20,6 @@ import copy
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,17 +28,17 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..eager.engine import EagerRuntime
-from ..eager.modules import is_sharded, label_module, release_module
+from ..eager.modules import label_module
 from ..geometry.exchange import Overlap, buffer_bytes
 from ..geometry.partition import Peers
-from ..geometry.topology import Accumulation, Topology
+from ..geometry.topology import Topology
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..memory.quantized_shards import QuantizedShards
 from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..optim.tracking import Optimizers, watch_steps
-from ..owner import ignore, owners_of, stop_ignoring
+from ..owner import ignore, owners_of
 from ..plan.model_plan import shared_buffers
 from ..plan.precision import Policies
 from ..ranks.agreement import agree
@@ -52,7 +51,7 @@ from .membership import Membership
 from .run_lineage import Lineage
 from .summon import whole_parameters
 
-__all__ = ["ShardedModel", "models_of"]
+__all__ = ["ShardedModel", "forget", "models_of"]
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 """All sharded models of the process: models that share compiled code learn of each other's schedules."""
@@ -156,43 +155,6 @@ class ShardedModel:
         duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
         duplicate._schedules_replaced = self._schedules_replaced
         return duplicate
-
-    def check_dissolves(self) -> None:
-        """Raise if :meth:`dissolve` would lose something.
-
-        Raises:
-            RuntimeError: A step is in progress, or there are gradients.
-            NotImplementedError: A parameter gathers itself, or modules get it quantized.
-        """
-        self.refuse_in_step("The model became a part of a larger one")
-        for bucket in self.buckets:
-            name = bucket.plan.layout.slots[0].name
-            if bucket.has_gradients:
-                raise RuntimeError(
-                    f"Parameters like {name!r} have gradients from before their module became a part of a larger "
-                    "model, which would be lost. Use them, and call zero_grad(), before the larger model is used."
-                )
-            if bucket.plan.is_extension or bucket.plan.scaling:
-                raise NotImplementedError(
-                    f"Parameter {name!r} was sharded before the model that it is a part of, because something used it, "
-                    "and it is gathered in its own form, which cannot be sharded again. Call fully_shard on all "
-                    "modules, from the inside out, before anything reads their parameters."
-                )
-
-    def dissolve(self) -> None:
-        """Let the model's modules be sharded again, as a part of a larger model, which takes over their parameters.
-
-        Parameters stay the same objects, with the same rows, but are in no bucket until then.
-        """
-        assert self.module is not None
-        self.await_gathers()
-        _models.discard(self)
-        for module in self.module.modules():
-            if is_sharded(module):
-                release_module(module)
-        for param in (param for bucket in self.buckets for param in bucket.params):
-            del vars(param)["mfsdp_home"]
-        stop_ignoring(self.ignored.values())
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -404,103 +366,6 @@ class ShardedModel:
             self.conduct.agree("Compiling", [f"reshard_after_forward={size}"])
             self.topology.make_portions(size)
 
-    def set_reshard_after_forward(self, buckets: Collection[Bucket], value: bool) -> None:
-        """Change what happens to buckets between forward and backward. Compiled graphs are compiled again.
-
-        Raises:
-            RuntimeError: A step is in progress.
-        """
-        self.refuse_in_step("reshard_after_forward was changed")
-        for bucket in buckets:
-            bucket.set_plan(replace(bucket.plan, reshard_after_forward=value))
-        self.label_modules_of(*buckets)
-
-    def set_reshard_after_backward(self, buckets: Collection[Bucket], value: bool) -> None:
-        """Set whether buckets are released after backward, or stay gathered until the step's gradients are reduced.
-
-        May be called between microbatches: sums of gradients do not depend on it.
-
-        Raises:
-            RuntimeError: A forward is running.
-            ValueError: The strategy does not support it. Nothing has changed.
-        """
-        if self.eager.is_in_window:
-            raise RuntimeError(
-                "reshard_after_backward was changed while a forward is running. Do it before or after the forward."
-            )
-        self._set_topologies(
-            {
-                bucket: bucket.accumulating(replace(bucket.topology.accumulation, keeps_gathered=not value))
-                for bucket in buckets
-                if bucket.topology.accumulation.keeps_gathered == value
-            }
-        )
-
-    def set_gradient_divide_factor(self, buckets: Collection[Bucket], factor: float) -> None:
-        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks."""
-        for bucket in buckets:
-            bucket.set_plan(replace(bucket.plan, reduce_op="sum", scale=1 / factor))
-        self.label_modules_of(*buckets)
-
-    # -- what is kept, and in which dtype -----------------------------------------------------------------------------
-
-    def set_precision(self, precision: Policies) -> None:
-        """Change the dtype in which gradients are reduced. Compiled graphs of other dtypes are kept for later use."""
-        self.precision = precision
-        policies = list(precision)
-        for bucket in self.buckets:
-            plan = bucket.plan
-            reduced_in = policies[plan.policy].comm_dtype(plan.model_dtype, plan.compute_dtype)
-            bucket.set_plan(replace(plan, comm_dtype=reduced_in))
-        self.label_modules()
-
-    def set_accumulation(self, accumulation: Accumulation) -> None:
-        """Change what is kept between microbatches. Compiled graphs are compiled again.
-
-        Raises:
-            RuntimeError: A step is in progress.
-            ValueError: The strategy does not support it. Nothing has changed.
-        """
-        self.refuse_in_step("What stays between microbatches was changed")
-        topologies = [bucket.accumulating(accumulation) for bucket in self.buckets]
-        self.members.set_accumulation(accumulation)
-        self._set_topologies(dict(zip(self.buckets, topologies, strict=True)))
-
-    @contextlib.contextmanager
-    def gathered(self, most: int | None) -> Iterator[None]:
-        """Context in which buckets stay gathered between uses: the first ones, up to ``most`` bytes; None: all of them.
-
-        A collective.
-
-        Raises:
-            RuntimeError, ValueError: See :meth:`set_accumulation`.
-        """
-        self.refuse_in_step("Parameters were to be kept gathered")
-        before, kept, room = self.topology, {}, most
-        for bucket in self.buckets:
-            if bucket.topology.gather_group is None or bucket.plan.is_extension:
-                continue
-            if room is not None and bucket.plan.gathered_bytes > room:
-                break
-            room = None if room is None else room - bucket.plan.gathered_bytes
-            kept[bucket] = bucket.accumulating(replace(bucket.topology.accumulation, keeps_gathered=True))
-        released = {bucket: bucket.topology for bucket in kept}
-        if kept and not any(bucket.topology.gather_group for bucket in self.buckets if bucket not in kept):
-            # No forward has collectives of its own then, so ranks need not run the same forwards.
-            self.members.topology = before.accumulating(replace(before.accumulation, keeps_gathered=True))
-        try:
-            self._set_topologies(kept)
-            self.refresh()
-            yield
-        finally:
-            self.members.topology = before
-            self._set_topologies(released)
-
-    def _set_topologies(self, topologies: Mapping[Bucket, Topology]) -> None:
-        for bucket, topology in topologies.items():
-            bucket.set_plan(bucket.plan, topology)
-        self.label_modules()
-
     @contextlib.contextmanager
     def whole_parameters(self, writeback: bool) -> Iterator[None]:
         """See :func:`.summon.whole_parameters`. A collective.
@@ -592,6 +457,11 @@ class ShardedModel:
                 param.grad = None
             else:
                 param.grad.zero_()
+
+
+def forget(model: ShardedModel) -> None:
+    """Leave a model out of those that learn of each other's schedules, because it was dissolved."""
+    _models.discard(model)
 
 
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:

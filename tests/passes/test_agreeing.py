@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from outlines import COSTS, bucket, chain
 
 from mfsdp_compile.passes.solver.across_ranks import Problem, Settled, effect, from_plain, plain, settle
+from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution
+from mfsdp_compile.passes.solver.solve import Solution
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
 from mfsdp_compile.runtime.schedule.phase import Phase

@@ -29,7 +29,7 @@ from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import grouped
-from mfsdp_compile.passes.solver.reasons import explained
+from mfsdp_compile.passes.solver.reasons import BudgetError, explained
 from mfsdp_compile.passes.solver.simulate import (
     Compute,
     OptimizerCost,
@@ -40,7 +40,7 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import BudgetError, Solution, solve
+from mfsdp_compile.passes.solver.solve import Solution, solve
 from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.schedule import decisions as deciding
