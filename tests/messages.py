@@ -43,10 +43,11 @@ class Module:
         return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
 
     @cached_property
-    def imported(self) -> set[str]:
-        """Names that other files of the package define: functions, and modules with functions."""
-        found = (node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom) and node.level)
-        return {alias.asname or alias.name for node in found for alias in node.names}
+    def imported(self) -> dict[str, str]:
+        """Names that other files of the package define, functions and modules with functions, by the name here."""
+        found = (node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom))
+        own = (node for node in found if node.level or str(node.module).startswith("mfsdp_compile"))
+        return {alias.asname or alias.name: alias.name for node in own for alias in node.names}
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
@@ -89,7 +90,7 @@ class Module:
                 if called in self.functions and self.functions[called] is not function:
                     yield from _all_texts(self.functions[called])
                 elif (owner or called) in self.imported:
-                    for other in _functions_of_package().get(called, ()):
+                    for other in _functions_of_package().get(self.imported.get(called, called), ()):
                         yield from _all_texts(other)
             elif isinstance(inner, ast.Name):
                 for assigned in _assigned(function, inner.id):

@@ -21,6 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsup
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
@@ -311,8 +312,8 @@ def is_multiple(size: Any, of: int) -> bool:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, because the model is only planned and not run."""
-    return isinstance(tensor, FakeTensor)
+    """Whether a tensor has no values, because the model is planned or traced; also inside a transform of torch.func."""
+    return isinstance(tensor, FakeTensor) or (type(tensor) in (Tensor, nn.Parameter) and _is_fake(tensor))
 
 
 def on_values(function: _F) -> _F:

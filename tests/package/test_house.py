@@ -65,7 +65,7 @@ PRIVATE = {
 OTHERS = {"_asdict", "_auto_class", "_current_frames", "_exit", "_getframe", "_init_weights", "_keys_to_ignore_on_save"}
 """Private attributes that belong to Python's or transformers' objects."""
 
-MOST_IN_COMPAT = 99
+MOST_IN_COMPAT = 100
 """How many private names of torch ``runtime/compat`` uses."""
 
 
