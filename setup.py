@@ -1,8 +1,8 @@
 """Finds the packages; everything else about the project is in pyproject.toml.
 
 ``passes/`` and ``runtime/`` lie at the top level and are imported as ``mfsdp_compile.passes`` and
-``mfsdp_compile.runtime``, so that nothing called "passes" lands in anybody's site-packages. pyproject.toml alone can only
-list such packages, one by one.
+``mfsdp_compile.runtime``, so that nothing called "passes" lands in anybody's site-packages. pyproject.toml alone can
+only list such packages, one by one.
 """
 
 from setuptools import find_packages, setup

@@ -84,7 +84,7 @@ class _Fields(NamedTuple):
 class Exchange(_Fields):
     """The arguments of ``gather`` after its tensors: how a bucket is gathered, and how its gradients are reduced.
 
-    Args:
+    Attributes:
         sizes, ndims: Shapes of the parameters, concatenated, and the number of dimensions of each.
         offsets: Offsets of the parameters in the bucket, in elements.
         numel: Elements of the bucket.

@@ -1,4 +1,5 @@
-"""Pages of docs/design name functions: they are where the pages say, and those of a step run in the order of its page."""
+"""Pages of docs/design name functions: they are where the pages say, and those of a step run in the order of its
+page."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import step_trace
 import zoo
 
 AT_MOST = {"functions": 128, "files": 34, "changes of file": 99}
-"""What ``python tests/step_trace.py`` prints, with the torch that gives the most. These numbers may only become smaller."""
+"""What ``python tests/step_trace.py`` prints, with the torch that gives the most. These numbers may only become
+smaller."""
 
 
 @pytest.mark.usefixtures("fake_world")
