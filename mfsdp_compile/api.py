@@ -28,8 +28,6 @@ from .sharding import shard
 from .sharding_arguments import Arguments, check_flag
 from .wrapper import MegatronFSDP
 
-__all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
-
 
 @telling_others()
 def fully_shard_model(

@@ -14,8 +14,6 @@ from mfsdp_compile import __version__
 from mfsdp_compile._quick_imports import quick_imports
 from mfsdp_compile.runtime.nearest import did_you_mean
 
-__all__ = ["command", "main"]
-
 Run = Callable[[argparse.Namespace], int]
 
 

@@ -12,8 +12,6 @@ from mfsdp_compile.runtime.capture.devices import CudaGraphs
 
 from .wrapper import unwrapped
 
-__all__ = ["CapturedStep", "capture_step"]
-
 
 def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2) -> CapturedStep:
     """Return a function that does what ``step`` does, as CUDA graphs that are replayed.

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.plan.meshes import build_topology, sub_mesh
 
-__all__ = ["FSDPDistributedIndex", "hybrid_arguments"]
-
 
 @dataclass(eq=False, repr=False)
 class FSDPDistributedIndex:

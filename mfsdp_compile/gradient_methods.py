@@ -13,8 +13,6 @@ from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 
-__all__ = ["GradientMethods"]
-
 
 class GradientMethods(nn.Module):
     """Methods of :class:`~mfsdp_compile.MegatronFSDP` that concern gradients."""

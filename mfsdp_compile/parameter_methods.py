@@ -18,8 +18,6 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .backend.options import parse_bytes
 
-__all__ = ["ParameterMethods"]
-
 
 class ParameterMethods(nn.Module):
     """Methods of :class:`~mfsdp_compile.MegatronFSDP` that concern parameters."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.folder import LOCK, locked
 from mfsdp_compile.checkpoint.full_state_dict import full_state_dict
 from mfsdp_compile.checkpoint.loading import PATIENCE
@@ -40,8 +40,6 @@ from mfsdp_compile.integrations.huggingface_save import (
 from mfsdp_compile.runtime.init.meta import read_rows
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.runtime.untrusted_files import remove
-
-__all__ = ["LoadedPretrained", "load_pretrained", "save_pretrained"]
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 

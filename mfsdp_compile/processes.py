@@ -12,8 +12,6 @@ import torch.multiprocessing as mp
 
 from .runtime import compat
 
-__all__ = ["join", "open_store", "run_ranks"]
-
 
 def open_store() -> dist.TCPStore:
     """Open a store for ranks on this machine, at a port that the system chooses, so that no other program can take it.

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-__all__ = ["begin", "end", "step", "working"]
-
 PATIENCE = 5.0
 """Seconds of silence."""
 INTERVAL = 10.0

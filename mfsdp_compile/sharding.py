@@ -37,8 +37,6 @@ from .progress import working
 from .sharding_arguments import Arguments
 from .tracebacks import shorten_uncaught
 
-__all__ = ["shard"]
-
 
 def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistributedIndex]:
     """Shard a model in place. Collective.

@@ -23,8 +23,6 @@ from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.plan.units import UnitModules
 
-__all__ = ["Arguments", "check_flag"]
-
 
 @dataclass(frozen=True, eq=False)
 class Arguments:

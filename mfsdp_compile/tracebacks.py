@@ -17,8 +17,6 @@ from .runtime import compat
 from .runtime.program_lines import PACKAGE_FOLDERS, TORCH_FOLDER
 from .runtime.ranks.journal import on_uncaught_exceptions
 
-__all__ = ["shorten_uncaught", "shortened"]
-
 
 @functools.cache
 def shorten_uncaught() -> None:

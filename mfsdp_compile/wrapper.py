@@ -24,8 +24,6 @@ from .parameter_methods import ParameterMethods
 if TYPE_CHECKING:
     from .megatron.settings import DistributedDataParallelConfig
 
-__all__ = ["MegatronFSDP", "unwrapped"]
-
 
 class MegatronFSDP(GradientMethods, ParameterMethods):
     """A model whose parameters are sharded. :func:`~mfsdp_compile.fully_shard_model` creates it, or its constructor.

@@ -40,8 +40,6 @@ from .solver.costs import CostModel
 from .solver.flow import flow_of
 from .solver.kernels import base, readers
 
-__all__ = ["apply", "place"]
-
 
 @dataclass(frozen=True)
 class _Value:

@@ -28,8 +28,6 @@ from .context import Context, Report
 from .listing import collectives
 from .roles import dependencies, pack_inside, packs
 
-__all__ = ["apply"]
-
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = collectives(graph, context)

@@ -19,8 +19,6 @@ from mfsdp_compile.runtime.schedule.text import ScheduleLine
 from . import roles
 from .context import Context
 
-__all__ = ["Event", "SchedulePoint", "changes", "events", "points"]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -27,8 +27,6 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from . import roles
 from .context import Context, Report
 
-__all__ = ["apply"]
-
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     outputs = set(graph.output_node().all_input_nodes)

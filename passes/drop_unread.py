@@ -16,8 +16,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report
 
-__all__ = ["apply"]
-
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []

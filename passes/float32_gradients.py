@@ -33,8 +33,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, NodeKind, Report, role_of
 
-__all__ = ["apply"]
-
 _aten = torch.ops.aten
 _PACK = torch.ops.mfsdp.pack_gradients.default
 _HALVES = (torch.bfloat16, torch.float16)  # input dtypes for which CUDA matmuls support an out dtype of float32

@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["folded"]
-
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?![\w,])|(?<=\.)\d+(?![\w,])|(?<=#)\d+")
 """A number that counts layers: a part of a name, such as 3 in ``layers.3`` or ``#3``, or a word of its own."""
 

@@ -50,8 +50,6 @@ from .roles import FP8, nested_graph
 from .solver.costs import CostModel
 from .unshard import PLAIN_MARKERS
 
-__all__ = ["Fp8Matmul", "apply"]
-
 _LINEAR = torch.nn.functional.linear
 _SHOWN = 3
 

@@ -15,8 +15,6 @@ from .changes import points
 from .context import Context
 from .solver.costs import reduced_bytes
 
-__all__ = ["collectives", "describe"]
-
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:
     """Return the schedule of a graph: a line per start or end of a collective and per call of a region.

@@ -48,26 +48,6 @@ from .verifier import verify
 from .verifier.analysis import Analysis
 from .verifier.contract import Contract, set_contract
 
-__all__ = [
-    "CompileRecord",
-    "Observer",
-    "Prediction",
-    "UserPass",
-    "decide",
-    "decide_inference",
-    "decision_digest",
-    "finish_graph",
-    "finish_region",
-    "name_of",
-    "needs_decisions",
-    "note_contract",
-    "outlines_of",
-    "partitioned",
-    "rewrite_dynamo_graph",
-    "trial",
-    "usable_budget",
-]
-
 Pass = Callable[[fx.Graph, Context, Phase], Report]
 """A function that changes a graph and reports what it did."""
 

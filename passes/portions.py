@@ -26,8 +26,6 @@ from torch import fx
 from . import roles
 from .context import BucketInfo, Context, NodeKind, Report, Role, set_role
 
-__all__ = ["apply"]
-
 
 def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> tuple[Report, frozenset[int]]:
     """Keep portions of buckets for the backward. This is the only pass that changes two graphs at once.

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["source"]
-
 
 def source(graph: fx.Graph, head: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
     """Return the text of a module with a function ``forward`` that takes the graph's inputs.

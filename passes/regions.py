@@ -38,8 +38,6 @@ from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
 from .roles import MARK, REGION, attribute_of, nested_graph
 
-__all__ = ["LEAST", "RegionBody", "outline"]
-
 LEAST = 3
 """With ``options={"regions": "auto"}``, units become a region if at least this many of them are equal."""
 

@@ -25,8 +25,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, NodeKind, Report
 
-__all__ = ["apply", "kept_buckets"]
-
 _REGION = 1_000_000_000
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.contiguous.default)

@@ -43,36 +43,6 @@ from mfsdp_compile.runtime.formats import fp8_linear as fp8_linear  # defines ot
 
 from .context import NodeKind, Role, role_of, set_role
 
-__all__ = [
-    "DISTINCT",
-    "FETCH",
-    "FP8",
-    "MARK",
-    "OFFLOAD",
-    "OF_BYTES",
-    "REGION",
-    "SCALES_MARK",
-    "Gather",
-    "Reduction",
-    "assign",
-    "attribute_of",
-    "body_of",
-    "dependencies",
-    "gathers",
-    "has_kind",
-    "is_collective",
-    "is_operator",
-    "is_packed",
-    "is_region_call",
-    "is_view",
-    "nested_graph",
-    "pack_inside",
-    "packs",
-    "reads_whole",
-    "reductions",
-    "region_calls",
-]
-
 MARK = "mfsdp_bucket"
 OF_BYTES = "mfsdp_of_bytes"
 """Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: those of the quantized shard."""

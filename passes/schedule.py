@@ -25,8 +25,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from . import roles
 from .context import Context, Report
 
-__all__ = ["apply"]
-
 
 @dataclass(frozen=True)
 class _GatherGroup:

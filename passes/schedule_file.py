@@ -33,8 +33,6 @@ from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, L
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
-__all__ = ["ScheduleText"]
-
 _HEAD = "# mfsdp schedule"
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
 _NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself|run\s+\S+\s+\w+, \d+ operators")

@@ -41,8 +41,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, nested_graph, region_calls
 
-__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "erase_markers", "hand_out", "parts_of", "split_scales"]
-
 PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
 MARKERS = (*PLAIN_MARKERS, *_UNSHARD_QUANTIZED)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'adamw'?"``, with the known name that is most like ``name``; ``""`` if none is."""

@@ -21,18 +21,6 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = [
-    "ModuleRef",
-    "Owned",
-    "ignore",
-    "name_of",
-    "owner_of",
-    "owners_of",
-    "refuse_dropped",
-    "stop_ignoring",
-]
-
-
 OwnerT = TypeVar("OwnerT")
 
 

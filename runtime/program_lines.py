@@ -16,17 +16,6 @@ import torch.distributed as dist
 
 from . import compat
 
-__all__ = [
-    "PACKAGE_FOLDERS",
-    "TORCH_FOLDER",
-    "is_in_package",
-    "main_frame",
-    "place",
-    "program_line",
-    "program_line_of",
-    "warn",
-]
-
 _PACKAGE = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
 _RUNTIME = Path(compat.__file__).parents[1]
 PACKAGE_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes"))

@@ -19,27 +19,6 @@ from itertools import accumulate
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, TypeVar
 
-__all__ = [
-    "FileRefused",
-    "child",
-    "copy_inside",
-    "inside",
-    "links_inside",
-    "members",
-    "open_new",
-    "open_regular",
-    "parse_json",
-    "printable",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "remove",
-    "safe_name",
-    "subfolder",
-    "typed",
-    "whole",
-]
-
 MOST_BYTES = 64 << 20
 """Maximum size of a text file. A manifest of 65,536 ranks has 10 MiB."""
 

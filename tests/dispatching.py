@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import ops
 
-__all__ = ["is_view", "kernel_in_python", "written"]
-
 
 def kernel_in_python(func: Any) -> Callable[..., Any] | None:
     """Return what runs an operator whose kernel calls other operators, which a mode sees if it is active meanwhile.

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["DOCS", "check_rows", "check_table", "rows_of"]
-
 DOCS = Path(__file__).parents[1] / "docs"
 
 _WRITES = os.environ.get("MFSDP_WRITE_TABLES") == "1"

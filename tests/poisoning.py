@@ -16,8 +16,6 @@ from torch import Tensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPool
 
-__all__ = ["patient", "poisoned"]
-
 
 class _Late(dist.Work):
     """A gather whose data arrives when it is awaited, and never before."""

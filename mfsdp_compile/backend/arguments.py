@@ -13,8 +13,6 @@ from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.model.sharded_model import models_of
 
-__all__ = ["GraphArguments", "beside_shard", "like_served"]
-
 
 class GraphArguments:
     """Converts the arguments of Dynamo's graph into those of the rewritten graph.

@@ -8,8 +8,6 @@ from mfsdp_compile.passes.context import BucketInfo
 from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
 from mfsdp_compile.runtime.geometry.topology import Topology
 
-__all__ = ["bucket_info", "region_info", "served_info"]
-
 
 def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
     """Return the passes' description of a bucket.

@@ -18,8 +18,6 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .options import CompileOptions
 
-__all__ = ["check", "check_float32_gradients", "policy_for", "refuse_writes", "warn_of_limit"]
-
 _SHOWN = 4
 """Maximum number of tensors that a message names."""
 

@@ -47,8 +47,6 @@ from .options import CompileOptions
 from .rank_meeting import RankMeeting
 from .region_graphs import trace
 
-__all__ = ["find_shells", "mfsdp", "prepare"]
-
 
 def mfsdp(
     gm: fx.GraphModule,

@@ -27,8 +27,6 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-__all__ = ["GraphFolder"]
-
 _numbers = itertools.count()
 
 

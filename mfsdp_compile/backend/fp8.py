@@ -13,8 +13,6 @@ from mfsdp_compile.runtime.model.sharded_model import models_of
 
 from .options import CompileOptions
 
-__all__ = ["check_multiplies_fp8", "fp8_candidates", "fp8_matmul"]
-
 
 def fp8_matmul(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
     if chosen.fp8_matmul is None:

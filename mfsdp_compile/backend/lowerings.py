@@ -25,8 +25,6 @@ import torch
 
 from mfsdp_compile.runtime import compat
 
-__all__ = ["register_lowerings"]
-
 
 @functools.cache
 def register_lowerings() -> None:

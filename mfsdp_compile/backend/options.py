@@ -21,8 +21,6 @@ from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-__all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
-
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 

@@ -12,8 +12,6 @@ from mfsdp_compile.passes.solver.across_ranks import Settled
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.ranks.agreement import has_others
 
-__all__ = ["RankMeeting"]
-
 
 class RankMeeting:
     """The :class:`~mfsdp_compile.passes.solver.across_ranks.Meeting` of the ranks of a model.

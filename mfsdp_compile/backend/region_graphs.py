@@ -22,8 +22,6 @@ from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Sou
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-__all__ = ["trace"]
-
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 

@@ -17,8 +17,6 @@ from mfsdp_compile.runtime.ranks.agreement import everyones
 
 from ..gradient_methods import GradientMethods
 
-__all__ = ["StepComparison", "compare_step", "unchanged"]
-
 
 @dataclass(frozen=True)
 class StepComparison:

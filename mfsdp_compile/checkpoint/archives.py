@@ -28,8 +28,6 @@ from mfsdp_compile.runtime.untrusted_files import typed, whole
 from .errors import CheckpointError, raise_damaged
 from .inert_pickles import InertUnpickler, checked_size, dict_of
 
-__all__ = ["Foreign", "StoredTensor", "check_archive", "check_sums", "dump_object", "load_object", "stored_tensor"]
-
 FOREIGN_PACKAGES = ("megatron", "transformer_engine", "nemo")
 """Packages whose objects appear in training arguments. They need not be installed, and are not imported if they are."""
 

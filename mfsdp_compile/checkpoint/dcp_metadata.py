@@ -28,8 +28,6 @@ from mfsdp_compile.runtime.untrusted_files import FileRefused, child, inside, re
 from .errors import CheckpointError, raise_damaged
 from .inert_pickles import InertObject, InertUnpickler, checked_size, dict_of, record_of, set_of
 
-__all__ = ["load_metadata"]
-
 MOST_METADATA_BYTES = 4 << 30
 
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}

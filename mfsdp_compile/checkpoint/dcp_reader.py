@@ -38,17 +38,7 @@ from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, open_regu
 
 from .archives import StoredTensor, check_archive, check_sums, load_object, stored_tensor
 from .dcp_metadata import load_metadata
-from .dcp_writer import CheckpointWriter, new_output
 from .errors import CheckpointError
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "SafeLoadPlanner",
-    "SafeReader",
-    "new_output",
-]
 
 
 class SafeReader(FileSystemReader):

@@ -29,8 +29,6 @@ from mfsdp_compile.runtime.untrusted_files import remove
 from .archives import dump_object
 from .errors import CheckpointError, explaining_full_disks
 
-__all__ = ["CheckpointWriter", "new_output"]
-
 MAX_FILE_BYTES = 5 << 30
 """Bytes after which a writer starts another file. 5 GiB is what object stores accept in one upload."""
 

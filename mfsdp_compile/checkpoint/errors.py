@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["CheckpointError", "as_causes", "as_checkpoint_error", "explaining_full_disks", "raise_damaged"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, not what was asked for, or holds something that is not safe to load."""

@@ -21,15 +21,6 @@ from mfsdp_compile.runtime.init.mersenne import words_of
 from .archives import check_archive
 from .errors import CheckpointError
 
-__all__ = [
-    "GENERATORS",
-    "check_generators",
-    "extra_from_tensor",
-    "extra_to_tensor",
-    "get_generators",
-    "set_generators",
-]
-
 WORDS = 624
 """Words of a Mersenne Twister."""
 

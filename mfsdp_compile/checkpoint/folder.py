@@ -41,8 +41,6 @@ from .loading import PATIENCE, Restored, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sharded_part, sync_directory
 
-__all__ = ["LOCK", "Checkpoints", "locked"]
-
 LOCK_PATIENCE = 60.0
 """Seconds to wait for a process that starts or publishes a save in the same folder.
 

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "HostCopies"]
-
 Key = TypeVar("Key")
 Copies = list[tuple[Key, Tensor]]
 """Copies with their keys."""

@@ -15,8 +15,6 @@ import torch
 
 from mfsdp_compile.runtime.untrusted_files import typed, whole
 
-__all__ = ["InertObject", "InertUnpickler", "checked_size", "dict_of", "record_of", "set_of"]
-
 MOST_DIMENSIONS = 64
 
 

@@ -29,8 +29,6 @@ from .megatron_states import PREFIX as MEGATRON_PREFIX
 from .megatron_states import MegatronStates
 from .weights import inner_name
 
-__all__ = ["LoadPlan"]
-
 EXTRA_STATE = "_extra_state"
 """Last part of the names of the values that modules return from ``get_extra_state``."""
 

@@ -47,8 +47,6 @@ from .extra_state import GENERATORS, check_generators, extra_from_tensor, set_ge
 from .load_plan import LoadPlan
 from .manifest import Manifest, damaged_files, read_manifest
 
-__all__ = ["Restored", "load"]
-
 MOST_CHARACTERS = 400
 """Characters of an error that are kept for later warnings."""
 

@@ -38,17 +38,6 @@ from mfsdp_compile.runtime.untrusted_files import (
 
 from .errors import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "FileRecord",
-    "Manifest",
-    "damaged_files",
-    "hash_file",
-    "read_manifest",
-    "seal",
-    "write_durably",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 2
 

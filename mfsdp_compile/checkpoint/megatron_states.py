@@ -24,8 +24,6 @@ from torch import Tensor
 from .dcp_reader import CheckpointReader
 from .errors import CheckpointError
 
-__all__ = ["PREFIX", "MegatronStates"]
-
 PREFIX = "module.module.module."
 """Prefix of parameters in the names of states."""
 

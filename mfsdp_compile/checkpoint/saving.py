@@ -33,9 +33,6 @@ from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from .errors import explaining_full_disks
 from .manifest import FileRecord, Manifest, hash_file
 
-__all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
-
-
 PATIENCE = 10.0
 """Seconds until a file that another rank has flushed must be visible here through a network file system."""
 

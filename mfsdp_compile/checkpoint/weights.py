@@ -16,8 +16,6 @@ from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.wrapper import MegatronFSDP
 
-__all__ = ["ShardedWeights", "inner_name"]
-
 
 def inner_name(name: str) -> str:
     """Remove the parts of a name that wrappers inside the module have added."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, new_output
+from mfsdp_compile.checkpoint.dcp_writer import new_output
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest, seal
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_json, typed
 
@@ -22,8 +23,6 @@ from .conversion_plan import ConversionPlan
 from .keys import Prefixes
 from .param_groups import FILE_NAME, map_from_dcp, read_map, write_map
 from .to_torch_dist import plan_to_torch_dist
-
-__all__ = ["add_checkpoint", "add_convert", "add_param_groups", "run"]
 
 FORMATS = ("torch_dist", "fsdp_dtensor", "huggingface")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ConversionPlan", "OutputEntry"]
-
 
 @dataclass(frozen=True)
 class OutputEntry:

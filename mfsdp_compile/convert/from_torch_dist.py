@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from mfsdp_compile.checkpoint.archives import load_object
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, open_regular
 
 from . import keys
@@ -33,8 +35,6 @@ from .conversion_plan import ConversionPlan, OutputEntry
 from .keys import Name, Prefixes, TensorPart
 from .param_groups import find_groups, group_of
 from .stacked_tensors import StoredTensor
-
-__all__ = ["CARRIED", "TorchDistOptions", "load_common", "plan_to_fsdp"]
 
 CARRIED = "torch_dist"
 """Subfolder of an fsdp_dtensor checkpoint for what only torch_dist needs."""

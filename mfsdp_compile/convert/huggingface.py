@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     copy_inside,
@@ -35,8 +37,6 @@ from mfsdp_compile.runtime.untrusted_files import (
 from .conversion_plan import ConversionPlan, OutputEntry
 from .keys import Prefixes
 from .safetensors_files import Layout, SafetensorsReader, split_into_files, write_file, write_index
-
-__all__ = ["CARRIED", "HuggingFaceOptions", "plan_from_huggingface", "plan_to_huggingface"]
 
 CARRIED = "huggingface"
 """Subfolder of an fsdp_dtensor checkpoint for the files that are not weights."""

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.manifest import MANIFEST
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, links_inside, read_json
 
 from .conversion_plan import ConversionPlan, OutputEntry
 from .from_torch_dist import load_common
-
-__all__ = ["compare", "describe", "parse_index", "plan_edit", "show"]
 
 GROUP_OPTIONS = "optimizer.param_to_group_meta."
 """Prefix of numerous, similar keys, which :func:`describe` only counts."""

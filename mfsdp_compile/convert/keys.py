@@ -31,25 +31,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "Name",
-    "Prefixes",
-    "TensorPart",
-    "compose",
-    "decompose",
-    "flatten",
-    "grid_of",
-    "is_extra_state",
-    "is_gated",
-    "is_layer_stacked",
-    "layer_stack",
-    "modern_mtp",
-    "parse_torch_dist",
-    "stacked_dimensions",
-    "torch_dist_key",
-    "unflatten",
-]
-
 
 @dataclass(frozen=True)
 class Name:

@@ -15,20 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import FileRefused, read_json, safe_name, typed, whole
 
 from . import keys
-
-__all__ = [
-    "find_groups",
-    "group_of",
-    "groups_from_options",
-    "map_from_dcp",
-    "param_to_param_group_map",
-    "read_map",
-    "write_map",
-]
 
 FILE_NAME = "param_to_param_group_map.json"
 _WRAPPERS = {"module", "_orig_mod"}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     inside,
@@ -29,8 +29,6 @@ from mfsdp_compile.runtime.untrusted_files import (
     safe_name,
     typed,
 )
-
-__all__ = ["DTYPES", "INDEX", "Layout", "SafetensorsReader", "split_into_files", "write_file"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.errors import CheckpointError
 
 from . import keys
 from .keys import Name, TensorPart
-
-__all__ = ["RESHAPED", "StoredTensor", "flatten_blocks", "unflatten_blocks"]
 
 RESHAPED = "nd_reformulated_orig_global_shape"
 """Key in ``mcore_data`` for the shape of a tensor before it was flattened."""

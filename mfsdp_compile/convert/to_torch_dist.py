@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from mfsdp_compile.checkpoint.archives import dump_object
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys
@@ -24,8 +26,6 @@ from .from_torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, TorchDis
 from .keys import Name
 from .param_groups import groups_from_options
 from .stacked_tensors import RESHAPED, flatten_blocks
-
-__all__ = ["plan_to_torch_dist"]
 
 MOST_CARRIED_BYTES = 1 << 30
 """Maximum size of ``common.pt`` and ``metadata.json``, which hold training arguments."""

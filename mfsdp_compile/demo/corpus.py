@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["ByteText", "Windows", "standard_library"]
-
 
 def standard_library(max_bytes: int = 4 << 20) -> Tensor:
     """Return the modules of the standard library, concatenated in order of name: ``[n]`` of uint8, ``n <= max_bytes``.

@@ -37,8 +37,6 @@ from ..models.llama import Block, Llama, LlamaConfig
 from ..processes import run_ranks
 from .corpus import ByteText, standard_library
 
-__all__ = ["DemoConfig", "run"]
-
 _COUNTED = {"gathers": "all_gather_into_tensor", "reductions": "reduce_scatter_tensor"}
 PARITY_BOUND = 1e-4
 """Largest allowed relative difference of the loss curve from that of one process.

@@ -22,8 +22,6 @@ from mfsdp_compile import __version__
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
 
-__all__ = ["Finding", "findings", "run"]
-
 LIMIT = timedelta(seconds=30)
 """Time after which a collective counts as hung."""
 

@@ -24,8 +24,6 @@ from mfsdp_compile.processes import run_ranks
 
 from . import checkup
 
-__all__ = ["SCALINGS", "STRATEGIES", "WAYS", "Cell", "cells", "mesh_arguments", "run"]
-
 STRATEGIES: dict[str, dict[str, Any]] = {
     "no_shard": {"zero_dp_strategy": 0},
     "optim": {"zero_dp_strategy": 1},

@@ -31,8 +31,6 @@ from ..report.numbers import bytes_text
 from ..report.step_report import host_text
 from ..wrapper import unwrapped
 
-__all__ = ["Explanation", "GraphExplanation", "explain", "reason_and_place"]
-
 
 @dataclass(frozen=True)
 class GraphExplanation:

@@ -14,9 +14,6 @@ from typing import Any
 
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, members, printable, read_json, typed, whole
 
-__all__ = ["Finding", "analyze", "read", "run"]
-
-
 MOST_RANKS = 1 << 22
 """Largest number of ranks that a file may claim for its job. Absent ranks are counted one by one, so it is bounded."""
 

@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from mfsdp_compile.runtime import compat
 
-__all__ = ["allocated", "collectives"]
-
 _COLLECTIVES = (
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",

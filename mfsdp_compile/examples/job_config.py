@@ -23,8 +23,6 @@ from mfsdp_compile.runtime.untrusted_files import FileRefused, read_text
 
 MOST_BYTES = 1 << 20
 
-__all__ = ["JobConfig", "load", "parse"]
-
 
 @dataclass(frozen=True)
 class JobSection:

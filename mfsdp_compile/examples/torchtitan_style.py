@@ -28,8 +28,6 @@ from ..demo.corpus import ByteText, standard_library
 from ..models import llama
 from .job_config import JobConfig, LRScheduler, Parallelism, parse
 
-__all__ = ["build_mesh", "main", "parallelize", "train"]
-
 FLAVORS = {
     "debugmodel": llama.LlamaConfig(width=128, layers=4, heads=4, kv_heads=2, hidden=344),
     "30M": llama.LlamaConfig(width=512, layers=8, heads=8, kv_heads=4, hidden=1408),

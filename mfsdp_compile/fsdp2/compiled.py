@@ -10,8 +10,6 @@ from torch import nn
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.runtime import compat
 
-__all__ = ["compile_again", "compiled_modules", "settings_of"]
-
 
 def compiled_modules(root: nn.Module, wrappers: Sequence[nn.Module]) -> dict[nn.Module, compat.CompileSettings]:
     """Return what :func:`settings_of` does for modules inside, and for what ``torch.compile`` has made of others."""

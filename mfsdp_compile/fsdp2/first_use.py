@@ -16,8 +16,6 @@ from mfsdp_compile.runtime.eager.modules import is_sharded
 
 from .request import REQUEST
 
-__all__ = ["Generated", "Pending", "pending", "set_class", "sharded", "wait"]
-
 pending: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = weakref.WeakKeyDictionary()
 """Modules that ``fully_shard`` was called on and that are not sharded yet, each with the function that shards it."""
 

@@ -19,8 +19,6 @@ from .first_use import Generated, Pending
 from .request import check_bool
 from .state import SETTINGS, apply_sync, buckets_of, state_of, states, units_of
 
-__all__ = ["REFUSED", "FSDPModule"]
-
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 

@@ -17,8 +17,6 @@ from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
 
-__all__ = ["REQUEST", "Request", "check_bool", "check_modules", "check_placements", "owners", "units_in"]
-
 REQUEST = "_mfsdp_request"
 """Where a module keeps its :class:`Request`."""
 

@@ -27,8 +27,6 @@ from .first_use import pending, set_class, wait
 from .request import REQUEST, Request, units_in
 from .state import METHODS, SETTINGS, STATE, ModuleState
 
-__all__ = ["shard"]
-
 
 def shard(root: nn.Module) -> None:
     """Shard a model. Models inside, used before ``fully_shard`` was called on ``root``, become parts of it."""

@@ -19,8 +19,6 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from .first_use import sharded
 from .request import REQUEST
 
-__all__ = ["METHODS", "SETTINGS", "STATE", "ModuleState", "apply_sync", "buckets_of", "state_of", "states", "units_of"]
-
 STATE = "_mfsdp_fsdp2"
 """Where a module keeps its :class:`ModuleState`."""
 SETTINGS = "_mfsdp_settings"

@@ -26,12 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.weights import inner_name
 from mfsdp_compile.convert.safetensors_files import SafetensorsReader
 from mfsdp_compile.runtime.init.meta import ByMethod, Initializer
-
-__all__ = ["Initialization", "Pretrained"]
 
 
 class Initialization(Initializer):

@@ -19,8 +19,6 @@ from mfsdp_compile.convert.huggingface import MAX_SHARD_BYTES
 from mfsdp_compile.convert.safetensors_files import INDEX, SINGLE, Layout, split_into_files, write_file, write_index
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 
-__all__ = ["WRITING", "can_stream", "is_of_transformers", "save_weights", "write_config", "write_whole"]
-
 WRITING = ("Writing weights", timedelta(hours=2))
 """What ranks wait for while the first rank writes, and the timeout."""
 

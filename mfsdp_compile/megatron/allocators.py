@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["allocator_arguments"]
-
 _ARGUMENTS: dict[str, dict[str, bool]] = {
     "TemporaryBucketAllocator": {},
     "StorageResizeBasedBucketAllocator": {},

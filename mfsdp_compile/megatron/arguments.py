@@ -9,8 +9,6 @@ from typing import Any
 from .settings import Setting, known, setting_of
 from .validation import SECTIONS, ConfigContainer
 
-__all__ = ["add_megatron_fsdp_arguments", "config_from_arguments"]
-
 
 def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add a group of flags to a parser. Flags that the parser already has are left unchanged.

@@ -20,8 +20,6 @@ from .settings import DistributedDataParallelConfig
 from .translation import sharding_arguments
 from .validation import validate
 
-__all__ = ["shard_by_index"]
-
 _BOTH = {
     "keep_fp8_transpose_cache": "keep_fp8_transpose_cache",
     "nccl_ub": "nccl_ub",

@@ -17,8 +17,6 @@ from mfsdp_compile.api import fully_shard_optimizer
 from mfsdp_compile.convert.param_groups import param_to_param_group_map
 from mfsdp_compile.wrapper import unwrapped
 
-__all__ = ["DistributedOptimizer", "dump_param_to_param_group_map"]
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

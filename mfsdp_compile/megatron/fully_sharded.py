@@ -22,8 +22,6 @@ from .process_groups import mesh_arguments
 from .translation import sharding_arguments
 from .validation import Adjustment, log_adjustment, validate
 
-__all__ = ["FullyShardedDataParallel"]
-
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 """Attributes of modules that write gradients to ``parameter.main_grad``. Transformer Engine's may."""
 

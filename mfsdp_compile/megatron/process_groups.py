@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mfsdp_compile.runtime import compat
 
-__all__ = ["mesh_arguments"]
-
 _OUTER, _INNER, _TENSOR, _STAGES, _EXPERTS = "dp_outer", "dp_cp", "tp", "pp", "ep"
 
 

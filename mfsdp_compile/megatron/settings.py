@@ -19,22 +19,6 @@ import torch
 
 from mfsdp_compile.runtime.nearest import did_you_mean
 
-__all__ = [
-    "CheckpointConfig",
-    "DistributedDataParallelConfig",
-    "DistributedInitConfig",
-    "GPTModelProvider",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "Section",
-    "Setting",
-    "TrainingConfig",
-    "TransformerConfig",
-    "Treatment",
-    "known",
-    "setting_of",
-]
-
 
 class Treatment(Enum):
     """How a setting is treated."""

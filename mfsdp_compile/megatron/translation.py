@@ -11,8 +11,6 @@ from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 
 from .settings import DistributedDataParallelConfig, TransformerConfig, known
 
-__all__ = ["ddp_config_of", "sharding_arguments"]
-
 _SAME_NAME = (
     "outer_dp_sharding_strategy",
     "overlap_grad_reduce",

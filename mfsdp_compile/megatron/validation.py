@@ -29,8 +29,6 @@ from .settings import (
     setting_of,
 )
 
-__all__ = ["SECTIONS", "Adjustment", "ConfigContainer", "log_adjustment", "validate"]
-
 _log = logging.getLogger("mfsdp_compile.megatron")
 
 SECTIONS: dict[str, type] = {

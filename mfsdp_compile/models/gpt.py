@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Gpt", "GptBlock", "GptConfig"]
-
 
 @dataclass(frozen=True)
 class GptConfig:

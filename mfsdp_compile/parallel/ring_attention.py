@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..runtime import compat
 
-__all__ = ["Ring", "ring_attention"]
-
 
 class Ring(NamedTuple):
     """The ranks that sequences are split over.

@@ -23,8 +23,6 @@ from .calibration import describe, threads_of
 from .measuring import ON_CPU, ON_CUDA, Effort, Shapes, measure_rank
 from .workloads import workload
 
-__all__ = ["cache_folder", "calibrated", "quick", "shapes_of", "shapes_of_workload"]
-
 
 def shapes_of(model: nn.Module, tokens: int, forward: Callable[[], object]) -> Shapes:
     """Return the shapes of a model's linear layers, in forward and backward, and of its first fused attention.

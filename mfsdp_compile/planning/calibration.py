@@ -26,8 +26,6 @@ from mfsdp_compile.processes import run_ranks
 
 from .measuring import ON_CPU, ON_CUDA, Effort, Measured, Shapes, Timing, measure_rank
 
-__all__ = ["calibrate", "describe", "fit_link", "threads_of"]
-
 
 def calibrate(
     out: str,

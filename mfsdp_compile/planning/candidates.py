@@ -13,8 +13,6 @@ from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
 
 from .workloads import UNDIVIDED, Degrees
 
-__all__ = ["Candidate", "candidates"]
-
 
 @dataclass(frozen=True)
 class Candidate:

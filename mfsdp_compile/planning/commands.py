@@ -37,8 +37,6 @@ from .planner import Forecast, plan, planned
 from .sizes import best_size, knee_bytes, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
-__all__ = ["add_arguments", "report_of", "run"]
-
 OFFLOAD: dict[str, OffloadedUnits | Literal["auto"]] = {
     "none": NOTHING,
     "optimizer": OffloadedUnits(optimizer=EVERY),

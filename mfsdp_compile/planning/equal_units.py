@@ -14,8 +14,6 @@ from torch import nn
 from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-__all__ = ["AROUND", "EqualUnits", "NotAlikeError", "TracedBucket", "shorten", "stretch"]
-
 
 @dataclass(frozen=True)
 class TracedBucket:

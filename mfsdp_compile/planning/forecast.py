@@ -39,9 +39,6 @@ from ..wrapper import unwrapped
 if TYPE_CHECKING:
     from ..metrics import StepRecord
 
-__all__ = ["Measurement", "measure", "measuring", "predicted", "report", "schedule_of"]
-
-
 # -- predicted --------------------------------------------------------------------------------------------------------
 
 

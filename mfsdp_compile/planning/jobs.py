@@ -22,8 +22,6 @@ from .candidates import Candidate
 from .offloading import NOTHING, OffloadedUnits
 from .workloads import Workload
 
-__all__ = ["Job", "Planned"]
-
 
 @dataclass(frozen=True)
 class Job:

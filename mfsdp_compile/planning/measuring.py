@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from mfsdp_compile.passes.solver.hardware import Link
 from mfsdp_compile.runtime import compat
 
-__all__ = ["ON_CPU", "ON_CUDA", "Effort", "Measured", "Shapes", "Timing", "measure_rank", "slowdown_of"]
-
 
 @dataclass(frozen=True)
 class Effort:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from mfsdp_compile.passes.context import BucketInfo
 from mfsdp_compile.runtime.geometry.topology import Topology
 
-__all__ = ["EVERY", "NOTHING", "OffloadedUnits", "modules_of", "offload", "step_of", "steps"]
-
 EVERY = 1 << 31
 """More units than any model has."""
 

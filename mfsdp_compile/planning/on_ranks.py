@@ -30,8 +30,6 @@ from .candidates import Candidate
 from .jobs import Job
 from .trace_model import Trace
 
-__all__ = ["problem_of"]
-
 
 def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     """Return the scheduling problem of the traced model, with its buckets laid out for a candidate's ranks."""

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-__all__ = ["begins", "order"]
-
 
 def order(stage: int, stages: int, microbatches: int) -> list[Phase]:
     """Return the forwards and backwards of a stage, in order.

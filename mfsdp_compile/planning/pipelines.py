@@ -19,8 +19,6 @@ from .jobs import Job, Planned
 from .on_ranks import problem_of
 from .trace_model import Trace
 
-__all__ = ["Pipelined"]
-
 
 class Pipelined:
     """A pipeline whose stages are all sharded in the same way.

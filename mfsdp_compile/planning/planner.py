@@ -25,8 +25,6 @@ from .pipelines import Pipelined
 from .trace_model import Trace, trace
 from .workloads import UNDIVIDED, Degrees, Workload
 
-__all__ = ["Forecast", "plan", "planned", "preference", "traced_stages"]
-
 
 @dataclass(frozen=True)
 class Forecast:

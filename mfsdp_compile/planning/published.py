@@ -17,8 +17,6 @@ The CUDA context and NCCL's buffers, which the allocator does not see, have to b
 
 from __future__ import annotations
 
-__all__ = ["LEAST_RESERVED", "MOST_RESERVED", "TOKENS_OFF", "TOKENS_OFF_MEDIAN"]
-
 LEAST_RESERVED, MOST_RESERVED = 0.040, 0.336
 """Least and most of what torch's allocator had reserved by which predicted memory was below it."""
 TOKENS_OFF = (-0.137, 0.263)

@@ -13,8 +13,6 @@ from .jobs import Job, Planned
 from .planner import planned, preference
 from .trace_model import Trace
 
-__all__ = ["Sizes", "best_size", "knee_bytes", "sizes"]
-
 
 @dataclass(frozen=True)
 class Sizes:

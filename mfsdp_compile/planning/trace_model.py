@@ -43,8 +43,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from .equal_units import AROUND, NotAlikeError, TracedBucket, shorten, stretch
 from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload
 
-__all__ = ["Trace", "trace"]
-
 _RANKS = 8
 """Number of ranks of the process group used for tracing. The outline does not depend on it."""
 

@@ -26,8 +26,6 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.untrusted_files import read_json, safe_name, typed
 
-__all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "ModelPart", "Workload", "workload"]
-
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 
 

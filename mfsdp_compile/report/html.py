@@ -21,8 +21,6 @@ from .numbers import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_
 from .step_report import StepReport, Table, later, peak_text, tables
 from .timeline import exposure_of, extent, lanes, peak_of, points, stages
 
-__all__ = ["to_html"]
-
 _FOLDED_ROWS = 12
 _KINDS = {
     "compute": "computation",

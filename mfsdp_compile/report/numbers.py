@@ -11,23 +11,6 @@ from typing import NamedTuple
 
 from mfsdp_compile.passes.solver.simulate import Exposure
 
-__all__ = [
-    "BYTES",
-    "SECONDS",
-    "Scale",
-    "Step",
-    "bytes_text",
-    "called",
-    "change_text",
-    "exposure_text",
-    "flops_text",
-    "is_exposed",
-    "overlap_text",
-    "percent_text",
-    "reason_text",
-    "seconds_text",
-]
-
 EXPOSED_SECONDS = 1e-9
 """Shorter waits are rounding errors."""
 

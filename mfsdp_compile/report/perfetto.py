@@ -10,8 +10,6 @@ from mfsdp_compile.passes.solver.simulate import Span, Timeline
 from .numbers import called, exposure_text
 from .timeline import exposure_of, lanes, points
 
-__all__ = ["to_chrome_trace"]
-
 _PROCESS = 1
 
 

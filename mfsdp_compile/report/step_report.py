@@ -18,19 +18,6 @@ from .numbers import bytes_text, called, change_text, flops_text, is_exposed, pe
 if TYPE_CHECKING:
     from ..metrics import StepRecord
 
-__all__ = [
-    "PassRow",
-    "StepReport",
-    "Table",
-    "UnitTime",
-    "headline",
-    "host_text",
-    "later",
-    "peak_text",
-    "step_seconds",
-    "tables",
-]
-
 
 @dataclass(frozen=True)
 class PassRow:

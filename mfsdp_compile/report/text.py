@@ -11,8 +11,6 @@ from .numbers import bytes_text, seconds_text
 from .step_report import StepReport, Table, peak_text, tables
 from .timeline import MemorySample, extent, peak_of, points, stages, streams
 
-__all__ = ["to_text"]
-
 LEAST_WIDTH = 60
 LEAST_CELL = 24
 _MARKS = {"gather": "g", "reduce": "r", "wait": "!", "optimizer": "O"}

@@ -13,8 +13,6 @@ from mfsdp_compile.passes.solver.simulate import Exposure, MemoryCurve, Span, St
 
 from .numbers import is_exposed
 
-__all__ = ["Lane", "MemorySample", "exposure_of", "extent", "lanes", "peak_of", "points", "stages", "streams"]
-
 STREAMS = ("compute", "gather", "reduce")
 """Streams from top to bottom. Others follow."""
 

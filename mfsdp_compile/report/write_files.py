@@ -12,8 +12,6 @@ from .perfetto import to_chrome_trace
 from .step_report import StepReport
 from .text import to_text
 
-__all__ = ["write"]
-
 
 def write(report: StepReport, folder: Path | str, name: str) -> dict[str, Path]:
     """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is created if necessary.

@@ -35,8 +35,6 @@ from .simulate import OptimizerCost, Timeline
 from .solve import Solution, smallest, solve
 from .step_events import StepOutlines
 
-__all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]
-
 _CANDIDATES = 4
 """Number of schedules that every rank tries, in addition to the smallest."""
 

@@ -32,8 +32,6 @@ from ..context import BucketInfo
 from .hardware import Hardware
 from .kernels import Kernel
 
-__all__ = ["CostModel", "Ring", "collective_seconds", "reduced_bytes", "tile_efficiency"]
-
 
 @dataclass(frozen=True)
 class Ring:

@@ -31,19 +31,6 @@ from ..context import BucketInfo, Context, NodeKind, region_of, role_of
 from .costs import CostModel
 from .kernels import Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
-__all__ = [
-    "Category",
-    "Collective",
-    "Flow",
-    "Placed",
-    "Saved",
-    "SavedCopy",
-    "Storage",
-    "flow_of",
-    "gather_of",
-    "reduction_of",
-]
-
 _PACK = torch.ops.mfsdp.pack_gradients.default
 _CONVOLUTIONS: dict[Any, int] = {
     torch.ops.aten.convolution.default: 0,

@@ -20,8 +20,6 @@ from mfsdp_compile.runtime import compat
 from .. import roles
 from ..context import NodeKind, role_of
 
-__all__ = ["Kernel", "base", "inlined", "is_alias", "is_compute", "kernels", "origin", "readers", "value_bytes"]
-
 _aten = torch.ops.aten
 
 

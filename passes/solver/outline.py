@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from ..context import Context
 from .flow import Category, Flow, Placed, SavedCopy
 
-__all__ = ["Copies", "Gradients", "Outline", "Segment", "Use", "grouped", "outline_of"]
-
 
 @dataclass(frozen=True)
 class Segment:

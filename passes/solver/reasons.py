@@ -12,8 +12,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from .flow import Category
 from .simulate import Exposure, Stage, Timeline
 
-__all__ = ["BudgetError", "excess", "explained", "gib", "refuse_budget"]
-
 _CHOSEN = (Limit.POLICY, Limit.SIZE, Limit.IN_FLIGHT, Limit.IN_FLIGHT_SIZE, Limit.FILE)
 _HELPS = {
     Category.SAVED: "activation checkpointing, or a smaller batch",

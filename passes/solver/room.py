@@ -12,8 +12,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .step_events import StepOutlines
 
-__all__ = ["Room", "SegmentMemory"]
-
 
 class SegmentMemory:
     """Bytes in memory in each segment of a graph.

@@ -20,27 +20,6 @@ from .costs import CostModel, Ring, collective_seconds
 from .flow import Category, Collective, Flow, SavedCopy
 from .outline import Copies
 
-__all__ = [
-    "Allocate",
-    "Compute",
-    "Enter",
-    "Event",
-    "Exposure",
-    "Free",
-    "MemoryCurve",
-    "OptimizerCost",
-    "Span",
-    "Stage",
-    "Start",
-    "Timeline",
-    "Turn",
-    "Wait",
-    "events_of",
-    "host_memory",
-    "resting_memory",
-    "simulate",
-]
-
 
 class Stage(str, Enum):
     """A part of a training step."""

@@ -39,8 +39,6 @@ from .room import Room, SegmentMemory
 from .simulate import OptimizerCost, Stage, Timeline
 from .step_events import STAGES, StepOutlines, gathered_bytes
 
-__all__ = ["Solution", "smallest", "solve"]
-
 _BOUNDS = 12
 """Number of memory bounds to try between the smallest schedule and the largest."""
 _ROUNDS = 4

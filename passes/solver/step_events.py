@@ -37,8 +37,6 @@ from .simulate import (
     simulate,
 )
 
-__all__ = ["PHASES", "STAGES", "StepOutlines", "gathered_bytes"]
-
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
 """Graph of each stage of a training step that runs one."""

@@ -23,19 +23,6 @@ from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
 from ..roles import GATHERS, REDUCES
 
-__all__ = [
-    "Analysis",
-    "CollectiveNode",
-    "Findings",
-    "Portion",
-    "ReductionFlow",
-    "StorageRange",
-    "Whole",
-    "arguments",
-    "tensor_of",
-    "whole_operands",
-]
-
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 RELEASE = torch.ops.inductor.resize_storage_bytes_.default

@@ -13,8 +13,6 @@ from ..context import region_of, role_of
 from .analysis import RELEASE, Analysis, CollectiveNode, Findings, StorageRange, arguments
 from .contract import Contract, is_of_portions
 
-__all__ = ["one_order", "untouched_in_flight"]
-
 _OPERATORS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
     torch.ops._c10d_functional.all_reduce.default: "all_reduce",

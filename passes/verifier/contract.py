@@ -26,20 +26,6 @@ from .. import roles
 from ..context import NodeKind, role_of
 from .analysis import Analysis, CollectiveNode, tensor_of
 
-__all__ = [
-    "Contract",
-    "Gradient",
-    "GraphOutput",
-    "calls_of",
-    "contract_of",
-    "gradients_of",
-    "is_of_portions",
-    "packed",
-    "reads_of",
-    "scales_of",
-    "set_contract",
-]
-
 _aten = torch.ops.aten
 # Operators that sum the contributions of several uses of a parameter, and the arguments that are terms of the sum.
 _SUMS = {_aten.add.Tensor: (0, 1), _aten.addmm.default: (0,), _aten.baddbmm.default: (0,)}

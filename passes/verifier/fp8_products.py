@@ -14,8 +14,6 @@ from ..context import NodeKind, role_of
 from .analysis import Analysis, Findings, arguments, tensor_of
 from .contract import Contract
 
-__all__ = ["products_in_float8"]
-
 _aten = torch.ops.aten
 _TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 

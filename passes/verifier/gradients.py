@@ -17,8 +17,6 @@ from ..context import role_of
 from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of
 from .contract import Contract, Gradient, gradients_of, packed
 
-__all__ = ["reduced_complete", "reduced_once", "scaled_right"]
-
 _aten = torch.ops.aten
 
 

@@ -8,8 +8,6 @@ from .. import roles
 from .analysis import Analysis, Findings
 from .contract import Contract, is_of_portions
 
-__all__ = ["right_arena"]
-
 
 def right_arena(found: Analysis, contract: Contract | None) -> Findings:
     """A shard in host memory is fetched once for each gather, unless its copy is sent, and its gradient copied back

@@ -13,8 +13,6 @@ from ..context import NodeKind, role_of
 from .analysis import Analysis, Findings, tensor_of, whole_operands
 from .contract import Contract, GraphOutput, calls_of, is_of_portions, reads_of, scales_of
 
-__all__ = ["shards_match"]
-
 _SOURCES = (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PORTION)
 
 

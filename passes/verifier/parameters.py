@@ -14,8 +14,6 @@ from ..context import NodeKind, role_of
 from .analysis import RELEASE, Analysis, Findings, arguments, tensor_of, whole_operands
 from .contract import Contract
 
-__all__ = ["awaited_before_use", "memory_apart", "not_saved", "released_after_use"]
-
 
 def awaited_before_use(found: Analysis, _: Contract | None) -> Findings:
     """A gathered bucket is awaited before anything reads it or a view of it.

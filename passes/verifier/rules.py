@@ -18,8 +18,6 @@ from .fp8_products import products_in_float8
 from .host_memory import right_arena
 from .matching import shards_match
 
-__all__ = ["RULES", "Breach", "Rule"]
-
 
 @dataclass(frozen=True, eq=False)
 class Breach:

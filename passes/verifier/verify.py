@@ -23,8 +23,6 @@ from .analysis import Analysis
 from .contract import contract_of
 from .rules import RULES, Breach
 
-__all__ = ["ScheduleError", "breaches", "verify"]
-
 _SHOWN = 5
 _NOT_OF_MODELS = str(Path(compat.TORCH_FOLDER)), str(Path(compat.__file__).parents[1])
 

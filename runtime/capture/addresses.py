@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from ..memory.tensor import UnreducedGradient
 from ..model.sharded_model import ShardedModel
 
-__all__ = ["Baked", "Fact", "difference", "refuse_optimizers", "static_tensors"]
-
 Fact = tuple[str, str, Any]
 """Kind of what is baked in, its name, and its address or value."""
 

@@ -22,8 +22,6 @@ from .devices import Graph, GraphDevice
 from .host_state import HostState
 from .operators import CapturedOperators
 
-__all__ = ["CapturedStep"]
-
 MOST_GRAPHS = 16
 """Most graphs of one step. A step that needs more has an argument, or a state, that differs from call to call."""
 

@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CudaGraphs", "Graph", "GraphDevice"]
-
 
 class Graph(Protocol):
     """Captured work."""

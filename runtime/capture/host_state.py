@@ -18,8 +18,6 @@ from ..memory.tensor import UnreducedGradient
 from ..model.sharded_model import ShardedModel
 from ..step.grad_sync import SyncSettings
 
-__all__ = ["HostState"]
-
 
 @dataclass(frozen=True)
 class _BucketState:

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from ..program_lines import program_line
 
-__all__ = ["CaptureRefused", "CapturedOperators"]
-
 aten = torch.ops.aten
 
 _COPIES = {aten.copy_.default, aten._to_copy.default}

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = ["gather", "scatter"]
-
 
 def gather(part: Tensor, ranks: int, group: str) -> Tensor:
     """Concatenate the tensors of all ranks along the first dimension. The backward is a reduce-scatter (sum).

@@ -79,8 +79,6 @@ from ..memory.deferred_gradients import bucket_of
 from ..memory.gradients import defer_unless_due
 from ..step import graph_runs
 
-__all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wait_quantized"]
-
 _library = torch.library.Library("mfsdp", "DEF")
 
 _library.define("unshard(Tensor shell, str layout) -> Tensor")

@@ -15,8 +15,6 @@ from ..owner import Owned
 from ..ranks.conduct import Announcement, Conduct
 from ..step.grad_sync import GradSync
 
-__all__ = ["EagerOwner", "StepContext"]
-
 
 class EagerOwner(Protocol):
     """What the eager path needs of its model."""

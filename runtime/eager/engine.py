@@ -52,8 +52,6 @@ from .reducing import Reducing, anchor_of_bucket
 from .saved_tensors import SavedTensors
 from .units import EagerUnit, UnitControl
 
-__all__ = ["EagerRuntime", "Window"]
-
 
 @dataclass(frozen=True, eq=False)
 class Window:

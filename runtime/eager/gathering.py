@@ -36,18 +36,6 @@ from ..step import checks as step_checks
 from .context import StepContext
 from .units import EagerUnit, UnitControl, UnitState, UnitStates
 
-__all__ = [
-    "ORDINARY",
-    "Gathered",
-    "GatheredParameter",
-    "Gathering",
-    "Planes",
-    "as_gathered",
-    "as_parameters",
-    "refuse_write",
-    "unseen",
-]
-
 
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
     """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""

@@ -41,17 +41,6 @@ from ..memory.bucket import Home
 from ..program_lines import warn
 from .engine import Window
 
-__all__ = [
-    "as_written",
-    "is_sharded",
-    "label_module",
-    "owner_of",
-    "register_forward",
-    "release_module",
-    "shard_module",
-    "unsharded_class",
-]
-
 _unshard = torch.ops.mfsdp.unshard.default  # bound once: Dynamo would look it up, and guard it, at each parameter
 _traces_for_others = compat.traces_for_others
 _unshard_quantized = torch.ops.mfsdp.unshard_quantized.default
@@ -304,7 +293,8 @@ def _parameter_property(
             if not scaling and _traces_for_others() and (part := getattr(self, _WHOLE + name)) is not None:
                 return part if partition is None else partition.of_part(part)
             if scaling:
-                parts = _unshard_quantized(self._mfsdp_shells[name], self._mfsdp_layout, scaling)  # type: ignore[index,operator]
+                shells: Any = self._mfsdp_shells
+                parts = _unshard_quantized(shells[name], self._mfsdp_layout, scaling)
                 part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]
             else:
                 part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]

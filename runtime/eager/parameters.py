@@ -24,8 +24,6 @@ from .gathering import Gathered, Gathering, Planes, as_gathered, as_parameters, 
 from .reducing import Reducing
 from .saved_tensors import SavedTensors, check_version
 
-__all__ = ["OutdatedParameter", "Parameters"]
-
 
 class OutdatedParameter(nn.Parameter):
     """A gathered parameter that something has kept since an earlier forward.

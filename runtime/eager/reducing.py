@@ -30,8 +30,6 @@ from ..owner import refuse_dropped
 from .context import StepContext
 from .gathering import Gathering
 
-__all__ = ["Anchors", "Reducing", "anchor_of_bucket"]
-
 
 @dataclass(frozen=True, eq=False)
 class _RunningReduction:

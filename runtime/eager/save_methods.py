@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..memory.tensor import RowShardedTensor
 from ..owner import ModuleRef
 
-__all__ = ["guard_saving"]
-
 _METHOD = "save_pretrained"
 
 

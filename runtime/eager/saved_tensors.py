@@ -27,8 +27,6 @@ from ..memory.bucket import Bucket
 from .context import EagerOwner, StepContext
 from .gathering import ORDINARY, Gathering, Planes
 
-__all__ = ["SavedTensors", "check_version"]
-
 
 @dataclass(frozen=True)
 class _SavedView:

@@ -12,8 +12,6 @@ from torch import Tensor
 from ..memory.bucket import Bucket
 from ..owner import ModuleRef
 
-__all__ = ["EagerUnit", "UnitControl", "UnitState", "UnitStates"]
-
 
 @dataclass(frozen=True, eq=False)
 class EagerUnit:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Casts", "cast_tensors"]
-
 
 @dataclass(frozen=True)
 class Casts:

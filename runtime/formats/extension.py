@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 
-__all__ = ["FORM", "check", "is_extended", "plain"]
-
 FORM = "extension"
 """The form of a bucket whose parameter gathers itself."""
 

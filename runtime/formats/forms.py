@@ -43,8 +43,6 @@ from torch import Tensor, nn
 from .. import compat
 from . import quantize
 
-__all__ = ["FORMS", "Form", "Wrapper"]
-
 
 class Wrapper(Protocol):
     """Makes the tensors that modules get for one parameter. Dynamo reads it: it is plain data, equal in equal

@@ -31,8 +31,6 @@ from torch import Tensor
 from .. import compat
 from .quantize import scales_of
 
-__all__ = ["ALIGNMENT", "SCALINGS", "quantize_over"]
-
 SCALINGS = ("rowwise", "tensorwise")
 ALIGNMENT = 16
 """Sizes of matrices in float8 must be multiples of this, in elements: rows of a multiple of 16 bytes."""

@@ -47,49 +47,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "DEQUANTIZED",
-    "DEQUANTIZING",
-    "DTYPE",
-    "LARGEST",
-    "MULTIPLIED",
-    "MX",
-    "MX_BLOCK",
-    "NVFP4",
-    "ROUNDED",
-    "SCALINGS",
-    "SENT_DTYPE",
-    "amax",
-    "block_numel",
-    "cuts_matrices",
-    "dequantize",
-    "dequantize_bucket",
-    "dequantize_mx",
-    "dequantize_nvfp4",
-    "divided",
-    "dtype_of",
-    "entries_of_rows",
-    "exponents_of",
-    "from_records",
-    "kind_of",
-    "matrix_scales_of",
-    "numel_of_sent",
-    "per_row",
-    "quantize",
-    "quantize_by_factors",
-    "quantize_mx",
-    "quantize_nvfp4",
-    "quantize_rows",
-    "quantize_with_exponents",
-    "records",
-    "rounded_scales_of",
-    "scale_count",
-    "scale_shape",
-    "scales_of",
-    "sent_numel",
-    "split_scales",
-]
-
 DEQUANTIZED = "dequantized"
 ROUNDED = "dequantized, with powers of two as scales"
 DEQUANTIZING = (DEQUANTIZED, ROUNDED)

@@ -15,8 +15,6 @@ from .exchange import NO_BUFFERS, Buffers, Exchange
 from .layout import BucketLayout
 from .topology import Topology
 
-__all__ = ["BucketPlan", "Offload", "Site"]
-
 
 @dataclass(frozen=True)
 class Site:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..formats import quantize
 
-__all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "split_sizes", "stride_of"]
-
 
 class Buffers(NamedTuple):
     """The communication buffers of one bucket for one use.

@@ -53,17 +53,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "BucketLayout",
-    "LayoutPolicy",
-    "ParamSpec",
-    "Slot",
-    "in_parts",
-    "plan_layouts",
-    "row_by_row",
-]
-
 ALIGNMENT_BYTES = 256
 """Alignment of a parameter inside its bucket, in bytes. The CUDA allocator aligns separate tensors to 256 bytes, so
 kernels that check pointers (cuBLAS wants 16 bytes, TMA 128) cannot tell a bucketed parameter from an ordinary one."""

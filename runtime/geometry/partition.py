@@ -27,8 +27,6 @@ from .. import compat
 from ..formats import extension
 from .topology import Group
 
-__all__ = ["Partition", "Peers", "local_part", "local_shape", "model_ranks", "whole_tensor"]
-
 
 @dataclass(frozen=True, eq=False)
 class Partition:

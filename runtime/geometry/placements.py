@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from ..nearest import did_you_mean
 
-__all__ = ["Placement", "Placements", "ShardingStrategy"]
-
 
 class Placement(Enum):
     """Where the elements of a bucket are, along one dimension of ranks."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .partition import Partition
     from .topology import Group
 
-__all__ = ["RowBox", "RowSplit", "contiguous_strides"]
-
 
 @dataclass(frozen=True)
 class RowSplit:

@@ -29,13 +29,6 @@ from .. import compat
 from .exchange import When, stride_of
 from .placements import Placements, ShardingStrategy
 
-__all__ = [
-    "Accumulation",
-    "Group",
-    "ReductionStage",
-    "Topology",
-]
-
 
 @dataclass
 class Group:

@@ -22,8 +22,6 @@ from torch import Tensor
 from .. import compat
 from .mersenne import skipped
 
-__all__ = ["DeferredFills"]
-
 aten = torch.ops.aten
 
 _BLOCK = 16  # normal numbers are computed from uniform ones in blocks; an incomplete last block is drawn again

@@ -15,8 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["skipped", "words_of"]
-
 _N, _M, _R = 624, 397, 31  # words of state; distance of the recurrence; bits of a word that are not part of the state
 _MATRIX = 0x9908B0DF
 _DEGREE = 32 * _N - _R

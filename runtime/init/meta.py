@@ -30,18 +30,6 @@ from .deferred_fill import DeferredFills
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, Home
 
-__all__ = [
-    "ByFunction",
-    "ByMethod",
-    "InitFn",
-    "Initializer",
-    "Later",
-    "has_meta",
-    "initialize",
-    "random_state",
-    "read_rows",
-]
-
 InitFn = Callable[[nn.Module], None]
 """Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = ["Allocate", "Allocator", "fresh_memory"]
-
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """A function ``(numel, dtype, device)`` that returns a contiguous tensor ``[numel]`` with a storage of its own."""
 

@@ -46,8 +46,6 @@ from .tensor import (
     noted_value,
 )
 
-__all__ = ["Bucket", "BucketOwner", "Home", "all_buckets", "home_of", "is_homeless"]
-
 all_buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()
 """The buckets of all sharded models of this process."""
 

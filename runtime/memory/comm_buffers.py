@@ -31,17 +31,6 @@ from .. import compat
 from ..geometry.exchange import NO_BUFFERS, Buffers
 from .allocation import Allocate, fresh_memory
 
-__all__ = [
-    "BufferKind",
-    "BufferPolicy",
-    "BufferPool",
-    "Sizes",
-    "assign_all",
-    "assign_buffers",
-    "enter_pool",
-    "take",
-]
-
 
 class BufferKind(NamedTuple):
     """Buffers that can take each other's place.

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = ["DeferredGradient", "RequestedGradients", "bucket_of"]
-
 _numbers = itertools.count(1)
 _buckets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

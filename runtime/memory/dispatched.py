@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 
-__all__ = ["Dispatched", "dispatching"]
-
 
 class Dispatched(DTensor):
     """A DTensor whose operators go to :attr:`dispatch`, which :mod:`.operators` sets."""

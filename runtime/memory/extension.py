@@ -29,8 +29,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .. import compat
 from ..geometry.bucket_plan import BucketPlan
 
-__all__ = ["Extension", "Made", "Sent"]
-
 _ALIGNMENT = 16  # bytes: the largest item of a tensor
 
 

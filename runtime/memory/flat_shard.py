@@ -27,8 +27,6 @@ from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
 
-__all__ = ["FlatShard"]
-
 
 class FlatRange(NamedTuple):
     """The part ``[start, stop)`` of a flat tensor that holds a parameter, or rows of it, of this shape."""

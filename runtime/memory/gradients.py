@@ -49,26 +49,6 @@ from .tensor import (
     mark_provisional,
 )
 
-__all__ = [
-    "Aside",
-    "Backward",
-    "accumulate",
-    "add_back",
-    "clear",
-    "collect",
-    "defer_unless_due",
-    "flat_gradient",
-    "levels_of_use",
-    "note_use",
-    "put_aside",
-    "refuse_double_backward",
-    "select",
-    "settle",
-    "shards_of",
-    "tell_counting_hooks",
-    "used_so_far",
-]
-
 
 @dataclass(eq=False)
 class Backward:

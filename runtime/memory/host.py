@@ -28,21 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "await_copy",
-    "copied",
-    "device_of",
-    "empty",
-    "fetch",
-    "fetch_saved",
-    "offload",
-    "offload_saved",
-    "on_device",
-    "settle",
-    "settle_pinned",
-    "start_copy",
-]
-
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> Tensor:
     """Return uninitialized host memory for a bucket that ``device`` uses, ``[numel]``."""

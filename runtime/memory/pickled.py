@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from .bucket import Bucket, all_buckets
 from .tensor import RowShardedTensor
 
-__all__ = ["rebuild"]
-
 
 def _where(bucket: Bucket, index: int) -> tuple[Any, ...]:
     split = bucket.splits[index]

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
     from .bucket import Bucket
 
-__all__ = ["PlaneShards", "cut_blocks"]
-
 
 def cut_blocks(slot: Slot, shard_numel: int) -> list[int]:
     """Return the blocks of 32 rows of a matrix that shard borders cut, by number."""

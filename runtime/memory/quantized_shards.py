@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
     from .bucket import Bucket
 
-__all__ = ["QuantizedShards"]
-
 
 class QuantizedShards:
     """Quantized shards of one model.

@@ -23,21 +23,6 @@ from ..geometry.topology import Topology
 from ..ranks.agreement import announce
 from . import host
 
-__all__ = [
-    "RowMove",
-    "all_gather_rows",
-    "announce_at_rest",
-    "as_real",
-    "move_rows",
-    "note_received",
-    "reduce_over_shards",
-    "same_ranks",
-    "take_broadcast_rows",
-    "take_rows",
-    "take_rows_of_part",
-]
-
-
 _log = logging.getLogger("mfsdp_compile.operators")
 
 

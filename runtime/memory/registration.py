@@ -23,8 +23,6 @@ from .. import compat
 from .bucket import Bucket
 from .comm_buffers import BufferKind, BufferPool
 
-__all__ = ["Registration", "kinds_of"]
-
 
 def kinds_of(buckets: Iterable[Bucket]) -> dict[BufferKind, int]:
     """Return the kinds of communication buffers that buckets use, and the number of each, in a fixed order."""

@@ -33,8 +33,6 @@ from .dispatched import Dispatched
 from .redistribute import all_gather_rows, as_real
 from .tensor import RowShardedTensor
 
-__all__ = ["Averaging", "ReplicatedTensor", "RowView", "Step", "averaging_of", "replicate"]
-
 
 @dataclass(frozen=True)
 class Averaging:
@@ -130,7 +128,9 @@ class ReplicatedTensor(Dispatched):
         return ["_local_tensor"], (self.device_mesh,)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> ReplicatedTensor:  # type: ignore[override]
+    def __tensor_unflatten__(  # type: ignore[override]
+        inner: dict[str, Tensor], context: Any, *_: Any
+    ) -> ReplicatedTensor:
         return ReplicatedTensor.wrap(inner["_local_tensor"], *context)
 
     def reshaped_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplicatedTensor:

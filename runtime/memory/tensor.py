@@ -30,20 +30,6 @@ from . import host
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards
 
-__all__ = [
-    "NOTED_VALUE",
-    "Backing",
-    "RowShardedTensor",
-    "UnreducedGradient",
-    "before_write",
-    "hooks_of_parameters",
-    "is_provisional",
-    "keep",
-    "mark_provisional",
-    "noted_value",
-    "refuse_unreduced",
-]
-
 
 class Backing(tuple[Tensor, ...]):
     """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
@@ -374,7 +360,9 @@ class RowShardedTensor(Dispatched):
         return ["_local_tensor"], (self.row_split, self.topology, self.requires_grad)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> RowShardedTensor:  # type: ignore[override]
+    def __tensor_unflatten__(  # type: ignore[override]
+        inner: dict[str, Tensor], context: Any, *_: Any
+    ) -> RowShardedTensor:
         return RowShardedTensor.wrap(inner["_local_tensor"], *context)
 
 

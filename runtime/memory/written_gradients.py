@@ -12,8 +12,6 @@ from .. import compat
 from .bucket import Bucket
 from .comm_buffers import enter_pool, take
 
-__all__ = ["WrittenGradients"]
-
 
 class WrittenGradients:
     """What kernels have written for one bucket and one window. Autograd's node of the bucket packs the rest beside it.

@@ -13,8 +13,6 @@ from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..ranks import compared
 from ..ranks.digests import value_digest
 
-__all__ = ["note", "noted", "refuse_missing"]
-
 
 def note(params: Iterable[nn.Parameter]) -> None:
     """Note digests of whole parameters, so that ranks can compare them when they hold only rows.

@@ -21,8 +21,6 @@ from ..ranks import compared
 from ..ranks.agreement import agree
 from ..ranks.digests import value_digest
 
-__all__ = ["Membership"]
-
 
 @dataclass
 class Membership:

@@ -28,8 +28,6 @@ from ..ranks.watchdog import watchdog
 from ..step.grad_sync import GradSync
 from .membership import Membership
 
-__all__ = ["recover", "reset"]
-
 
 class Recoverable(Protocol):
     """What recovery needs of a :class:`~.sharded_model.ShardedModel`."""

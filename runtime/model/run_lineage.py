@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Lineage"]
-
 
 @dataclass
 class Lineage:

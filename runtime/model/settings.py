@@ -12,16 +12,6 @@ from ..plan.precision import Policies
 from ..schedule.policy import SchedulePolicy
 from .sharded_model import ShardedModel
 
-__all__ = [
-    "gathered",
-    "set_accumulation",
-    "set_gradient_divide_factor",
-    "set_precision",
-    "set_reshard_after_backward",
-    "set_reshard_after_forward",
-    "set_schedule",
-]
-
 
 def set_schedule(model: ShardedModel, policy: SchedulePolicy) -> None:
     """Change how early units are gathered and how late reductions are awaited, eagerly and in compiled code.

@@ -43,8 +43,6 @@ from ..schedule.policy import SchedulePolicy
 from .membership import Membership
 from .sharded_model import ShardedModel, forget
 
-__all__ = ["ShardingOptions", "check_dissolves", "dissolve", "shard_model"]
-
 _RANDOM = "random numbers to initialize with (call torch.manual_seed with one seed on all ranks)"
 
 Homes = Mapping[nn.Module, Mapping[str, Home]]

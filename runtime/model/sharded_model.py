@@ -51,8 +51,6 @@ from .membership import Membership
 from .run_lineage import Lineage
 from .summon import whole_parameters
 
-__all__ = ["ShardedModel", "forget", "models_of"]
-
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 """All sharded models of the process: models that share compiled code learn of each other's schedules."""
 
@@ -255,7 +253,8 @@ class ShardedModel:
                     waiting.append(child)
             for name, param in holder._parameters.items():
                 if param is not None and id(param) not in self._known:
-                    prefix = next(prefix for prefix, m in module.named_modules() if m is holder)  # type: ignore[union-attr]
+                    assert module is not None
+                    prefix = next(prefix for prefix, m in module.named_modules() if m is holder)
                     raise RuntimeError(
                         f"Parameter {f'{prefix}.{name}' if prefix else name!r} came after fully_shard_model: it is "
                         "not sharded and its gradient would not be reduced. Change the model before sharding it."

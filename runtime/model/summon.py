@@ -12,8 +12,6 @@ from ..eager.modules import as_written
 from ..geometry.partition import local_part
 from ..memory.bucket import Bucket
 
-__all__ = ["whole_parameters"]
-
 
 @contextlib.contextmanager
 def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, writeback: bool) -> Iterator[None]:

@@ -27,8 +27,6 @@ from .tracking import OptimizedModel
 from .trial import depends_on_others
 from .whole_step import WholeStep, whole_step_of
 
-__all__ = ["check", "extend", "named_groups", "rebind"]
-
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
     """Return the name of every parameter that the optimizer holds.

@@ -28,8 +28,6 @@ from ..memory.bucket import Bucket, Home
 from ..memory.tensor import RowShardedTensor
 from .trial import is_elementwise
 
-__all__ = ["FlatStep", "check_elementwise"]
-
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 

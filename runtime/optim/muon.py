@@ -32,21 +32,6 @@ from ..memory import host
 from ..memory.redistribute import announce_at_rest, as_real
 from ..memory.tensor import RowShardedTensor
 
-__all__ = [
-    "Item",
-    "Journey",
-    "Leg",
-    "Owner",
-    "ShardedMuon",
-    "check_matrices",
-    "cut_of",
-    "legs_of",
-    "owners",
-    "together",
-    "whole_cut",
-    "whole_item",
-]
-
 CHUNK_BYTES = 256 << 20
 """Bytes of whole matrices that a rank holds at a time while it orthogonalizes."""
 

@@ -26,19 +26,6 @@ from ..owner import name_of, owner_of
 from ..program_lines import warn
 from .whole_step import WholeStep, whole_step_of
 
-__all__ = [
-    "cut_distributed_state",
-    "cut_loaded_state",
-    "follows_rows",
-    "initial_state",
-    "name_state",
-    "optimizer_name",
-    "parameter_names",
-    "shard_state",
-    "show_unstepped",
-    "state_dict_groups",
-]
-
 PREFIX = "module."
 """Prefix from the wrapper that ``fully_shard_model`` returns. Names are those of ``model.named_parameters()``."""
 

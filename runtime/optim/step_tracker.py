@@ -15,8 +15,6 @@ from ..ranks.agreement import everyones
 from ..ranks.collective_order import RESET
 from ..ranks.conduct import Conduct
 
-__all__ = ["StepTracker"]
-
 
 class StepTracker:
     """Notices steps that a rank skips, or does not finish: its rows would belong to other weights.

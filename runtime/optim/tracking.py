@@ -29,8 +29,6 @@ from .muon import ShardedMuon
 from .state import cut_distributed_state
 from .step_tracker import StepTracker
 
-__all__ = ["OptimizedModel", "Optimizers", "watch_steps"]
-
 _CUTS = "_mfsdp_cuts_state"
 """Attribute of optimizers that cut what they load; see :func:`.cut_distributed_state`."""
 

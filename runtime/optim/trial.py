@@ -24,8 +24,6 @@ from ..memory.bucket import Home
 _Shapes = Sequence[tuple[int, ...]]
 _Run = Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
 
-__all__ = ["depends_on_others", "is_elementwise"]
-
 _SMALL = ((6, 4), (8,), (4, 4))
 _BLOCKS = ((16, 16), (256,), (32, 8))  # whole blocks of optimizers that quantize their state
 _TRIALS = ((True, 3), (False, 30))

@@ -26,8 +26,6 @@ from ..memory.redistribute import announce_at_rest
 from ..memory.tensor import RowShardedTensor
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
 
-__all__ = ["WholeStep", "whole_step_of"]
-
 _WHOLE_STEP = "mfsdp_whole_step"
 
 

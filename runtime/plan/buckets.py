@@ -20,8 +20,6 @@ from .precision import GradientPolicy, Scaling
 from .precision_plan import PrecisionPlan
 from .units import Unit
 
-__all__ = ["BucketPlanner"]
-
 
 class Dtypes(NamedTuple):
     """Dtypes of parameters that may share a bucket: when the model is sharded, and gathered; and their policy's

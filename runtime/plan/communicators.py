@@ -28,8 +28,6 @@ from ..geometry.topology import Group, Topology
 from ..program_lines import warn
 from ..ranks.agreement import everyones
 
-__all__ = ["Communication", "Communicator", "check_zero_cta", "describe", "make", "warn_of_idle_settings"]
-
 
 @dataclass(frozen=True)
 class Communicator:

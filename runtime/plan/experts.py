@@ -50,8 +50,6 @@ from ..geometry.topology import Topology
 from ..ranks.agreement import everyones
 from .meshes import EXPERT_ARGUMENTS, build_topology
 
-__all__ = ["ExpertPlacement", "IsExpert", "build_experts", "is_expert", "marked"]
-
 IsExpert = Callable[[str, nn.Parameter], bool]
 """Function of a parameter's name in the model, and the parameter."""
 

@@ -14,8 +14,6 @@ from .. import compat
 from ..geometry.placements import ShardingStrategy
 from ..geometry.topology import Group, Topology
 
-__all__ = ["EXPERT_ARGUMENTS", "build_topology", "check_order", "sub_mesh", "tensor_parallel_mesh"]
-
 
 class Arguments(NamedTuple):
     """Names of :func:`build_topology`'s arguments in ``fully_shard_model``, for messages."""

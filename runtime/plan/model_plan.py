@@ -31,8 +31,6 @@ from .precision_plan import PrecisionPlan
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitModules, find_units, join, repeated_blocks, resolve_units
 
-__all__ = ["ModelPlan", "divide", "shared_buffers"]
-
 
 @dataclass(frozen=True)
 class ModelPlan:

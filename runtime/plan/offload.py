@@ -10,8 +10,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from ..geometry.bucket_plan import BucketPlan, Offload
 from ..geometry.topology import Topology
 
-__all__ = ["AnyOffloadPolicy", "OptimizerOffloadPolicy", "check_offload", "offload_of"]
-
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy:

@@ -13,8 +13,6 @@ from .. import compat
 from ..geometry.partition import Partition
 from .meshes import check_order
 
-__all__ = ["Partitioner"]
-
 
 @dataclass(frozen=True)
 class Partitioner:

@@ -16,8 +16,6 @@ from ..formats import quantize
 from ..formats.casts import Casts
 from ..owner import ModuleRef
 
-__all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument", "Scaling"]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

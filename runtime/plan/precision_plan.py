@@ -16,8 +16,6 @@ from ..owner import ModuleRef
 from .precision import MixedPrecisionPolicy, Policies
 from .units import Unit, resolve_classes
 
-__all__ = ["PrecisionPlan"]
-
 
 @dataclass(frozen=True, eq=False)
 class PrecisionPlan:

@@ -28,8 +28,6 @@ from ..geometry.partition import local_part
 from ..memory.bucket import is_homeless
 from ..memory.tensor import RowShardedTensor
 
-__all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_hooks", "retire", "tie_again"]
-
 
 def tie_again(model: nn.Module) -> None:
     """Put sharded parameters in the places of those that they have replaced when a part of the model was sharded

@@ -22,20 +22,6 @@ from torch import nn
 from ..geometry.bucket_plan import Site
 from ..owner import ModuleRef
 
-__all__ = [
-    "Unit",
-    "UnitModules",
-    "find_units",
-    "group_by_size",
-    "join",
-    "joined_name",
-    "neighbors",
-    "repeated_blocks",
-    "resolve_classes",
-    "resolve_unit_classes",
-    "resolve_units",
-]
-
 UnitModules: TypeAlias = (
     Sequence[type[nn.Module] | str | nn.Module | Sequence[nn.Module]] | type[nn.Module] | str | None
 )

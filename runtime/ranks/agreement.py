@@ -24,21 +24,6 @@ from .lifeline import RankLost
 from .rendezvous import Rendezvous, failure_of, refusal_of, reported_failures
 from .watchdog import ORDER, watchdog
 
-__all__ = [
-    "Deferred",
-    "Within",
-    "agree",
-    "agree_on_order",
-    "announce",
-    "conclude",
-    "errors_for_all",
-    "everyones",
-    "forget_failure",
-    "has_others",
-    "report_failure",
-    "telling_others",
-]
-
 Within = Callable[[], tuple[Sequence[int], Sequence[str]]]
 """Returns global ranks, and lines that are the same on these."""
 

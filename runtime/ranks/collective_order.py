@@ -40,22 +40,6 @@ from typing import Any, NamedTuple
 from . import compared
 from .lifeline import RankLost
 
-__all__ = [
-    "ADVICE",
-    "AT_REST",
-    "RESET",
-    "STEP",
-    "Agree",
-    "Details",
-    "Order",
-    "Series",
-    "StepPhase",
-    "no_details",
-    "order_of_group",
-    "orders",
-    "standstill",
-]
-
 RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())"
 """How to continue after ranks have diverged."""
 

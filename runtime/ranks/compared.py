@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["line", "shown"]
-
 _UNSEEN = "\x00"
 
 

@@ -26,8 +26,6 @@ from .collective_order import STEP, Details, Order, Series, StepPhase, no_detail
 from .journal import journal
 from .watchdog import watchdog
 
-__all__ = ["Announcement", "Conduct"]
-
 
 class Announcement(NamedTuple):
     """A collective of the eager path as it is announced at every step; see :meth:`Conduct.announcement`."""

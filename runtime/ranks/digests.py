@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .. import compat
 
-__all__ = ["digest", "value_digest"]
-
 
 def digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

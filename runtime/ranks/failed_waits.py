@@ -14,8 +14,6 @@ from .collective_order import Order
 from .lifeline import ask
 from .notices import Notice, ended, found, key_of, last_told, ranks_text
 
-__all__ = ["Guarded", "why_failed"]
-
 ENDING = 1.0
 """Seconds to look for a process that has ended, when a connection was closed."""
 ANSWER = 1.0

@@ -38,8 +38,6 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import main_frame, place, program_line
 
-__all__ = ["Entry", "Journal", "directory", "journal", "on_uncaught_exceptions"]
-
 LENGTH = 512
 PATIENCE = 0.6
 """Fraction of the process group's timeout after which a rank without new entries writes its journal."""

@@ -35,8 +35,6 @@ import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Lifeline", "Lost", "RankLost", "ask"]
-
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
 """Socket options: a machine that has not answered for 20 seconds is gone. Systems that lack one use their default."""
 MOST = 64

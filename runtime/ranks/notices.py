@@ -24,28 +24,6 @@ from .. import compat
 from ..program_lines import program_line
 from .collective_order import Order
 
-__all__ = [
-    "Notice",
-    "astray",
-    "collectives_started",
-    "come_so_far",
-    "conclude_once",
-    "diverged",
-    "ended",
-    "found",
-    "found_of_another",
-    "key_of",
-    "key_of_end",
-    "last_told",
-    "never_starts",
-    "offer",
-    "other_steps",
-    "publish",
-    "ranks_text",
-    "rests",
-    "tell_end",
-]
-
 Notice = dict[str, Any]
 
 

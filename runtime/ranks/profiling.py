@@ -22,8 +22,6 @@ import torch
 
 from .. import compat
 
-__all__ = ["Launch", "expect", "listening", "stop"]
-
 _OPERATORS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
 
 _library: Any = None

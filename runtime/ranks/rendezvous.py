@@ -27,8 +27,6 @@ from .notices import conclude_once
 from .store_tree import branch_of
 from .watchdog import ORDER, Asking, watchdog
 
-__all__ = ["Rendezvous", "Verdict", "failure_of", "refusal_of", "reported_failures"]
-
 Verdict = dict[str, Any]
 
 SOON = timedelta(seconds=2)

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["PART", "Branch", "branch_of"]
-
 PART = 64
 """Number of ranks that one store serves an agreement in 10 ms. A job with no more ranks has one store. Parts are larger
 if there would otherwise be more parts than ranks in a part."""

@@ -49,8 +49,6 @@ from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
 from .notices import Notice, collectives_started, conclude_once, found, found_of_another, key_of
 
-__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
-
 ORDER = "Order of collectives"
 """Topic of agreements about what comes next."""
 

@@ -18,19 +18,6 @@ from typing import Any, Protocol
 from .phase import Phase
 from .policy import SchedulePolicy
 
-__all__ = [
-    "Ahead",
-    "Behind",
-    "Decisions",
-    "Limit",
-    "ScheduledBucket",
-    "Why",
-    "gather_by_policy",
-    "kept_by_policy",
-    "reductions_by_policy",
-    "reductions_later",
-]
-
 
 class Limit(str, Enum):
     """What keeps a gather from starting earlier, or a reduction from being awaited later."""

@@ -7,8 +7,6 @@ from typing import Literal
 
 from mfsdp_compile.runtime.program_lines import warn
 
-__all__ = ["SchedulePolicy"]
-
 
 @dataclass(frozen=True)
 class SchedulePolicy:

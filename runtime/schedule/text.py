@@ -15,8 +15,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-__all__ = ["ScheduleLine"]
-
 _LINE = re.compile(
     r"(?P<what>gather|wait|cast|reduce|await)\s+(?P<bucket>\S+?)"
     r"(?:,?\s+(?:stage|portions of) (?P<number>\d+))?(?:\s{2,}(?P<detail>.*))?"

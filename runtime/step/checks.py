@@ -26,8 +26,6 @@ from ..program_lines import warn
 from ..ranks.agreement import everyones
 from ..ranks.digests import value_digest
 
-__all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
-
 NORM_TOLERANCE = 1e-3
 """Relative tolerance between two sums of the same squares in float32, in different orders. The worst case is n *
 2**-24; about 1e-6 is observed. Elements that are in no parameter, or in two, make a far larger difference."""

@@ -20,8 +20,6 @@ from ..ranks.agreement import everyones
 from ..ranks.conduct import Conduct
 from . import checks as step_checks
 
-__all__ = ["GradSync", "SyncSettings"]
-
 
 @dataclass
 class SyncSettings:

@@ -22,8 +22,6 @@ from ..memory.comm_buffers import enter_pool
 from ..memory.gradients import Backward
 from ..owner import owners_of
 
-__all__ = ["GraphRun", "begin", "parse_used"]
-
 
 class GraphRun:
     """A forward of compiled code, and the backward that may follow it.

@@ -24,14 +24,9 @@ from torch import Tensor
 
 from mfsdp_compile.checkpoint.archives import Foreign, dump_object, load_object
 from mfsdp_compile.checkpoint.dcp_metadata import load_metadata
-from mfsdp_compile.checkpoint.dcp_reader import (
-    CheckpointError,
-    CheckpointReader,
-    CheckpointWriter,
-    SafeLoadPlanner,
-    SafeReader,
-    new_output,
-)
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter, new_output
+from mfsdp_compile.checkpoint.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

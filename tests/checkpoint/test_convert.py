@@ -37,7 +37,9 @@ from pool import Pools, RankError
 from torch import Tensor, nn
 
 from mfsdp_compile import cli
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter, new_output
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter, new_output
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.convert import from_torch_dist, huggingface, inspect_checkpoint, keys, param_groups
 from mfsdp_compile.convert import stacked_tensors as blocks_module
 from mfsdp_compile.convert.conversion_plan import ConversionPlan

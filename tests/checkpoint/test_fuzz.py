@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_strangers import NAMES, SMALL, STATE, checkpoint, opened_inside, write_safetensors
 
-from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest
 from mfsdp_compile.convert import huggingface
 from mfsdp_compile.convert.param_groups import read_map

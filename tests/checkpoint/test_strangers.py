@@ -21,14 +21,9 @@ from megatron_files import RanksWriter
 
 from mfsdp_compile.checkpoint.archives import load_object
 from mfsdp_compile.checkpoint.dcp_metadata import load_metadata
-from mfsdp_compile.checkpoint.dcp_reader import (
-    CheckpointError,
-    CheckpointReader,
-    CheckpointWriter,
-    SafeLoadPlanner,
-    SafeReader,
-    new_output,
-)
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
+from mfsdp_compile.checkpoint.dcp_writer import CheckpointWriter, new_output
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.manifest import BLOCK_BYTES, Manifest, damaged_files, hash_file, read_manifest, seal
 from mfsdp_compile.convert import huggingface, inspect_checkpoint
 from mfsdp_compile.convert.param_groups import read_map

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-__all__ = ["HERE", "NEEDS", "environment"]
-
 HERE = Path(__file__).parent
 NEEDS = [
     pytest.mark.slow,

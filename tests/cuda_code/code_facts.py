@@ -14,8 +14,6 @@ from torch import fx
 from mfsdp_compile.passes import changes, roles
 from mfsdp_compile.passes.context import Context
 
-__all__ = ["GATHERS", "PRODUCTS", "REDUCTIONS", "Wanted", "baseline", "facts", "wanted_of"]
-
 GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
 REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}

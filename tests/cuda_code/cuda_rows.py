@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["COMPUTED", "LARGE", "LONG", "PRECISIONS", "QUICK", "RANKS", "SMALL", "TABLED", "Row", "Setting", "models"]
-
 RANKS = 8
 
 

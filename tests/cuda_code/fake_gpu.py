@@ -21,8 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-__all__ = ["GPUS", "Gpu", "start"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:

@@ -31,8 +31,6 @@ from mfsdp_compile.runtime.compat import distributed
 from mfsdp_compile.runtime.memory import host
 from mfsdp_compile.runtime.plan.meshes import build_topology
 
-__all__ = ["compiled_with", "fake_ranks", "forget_groups", "modules_are_seen", "on_fake_device", "phase_of", "shard"]
-
 _OFFLOADS = {"": None, "parameters": CPUOffloadPolicy, "optimizer": OptimizerOffloadPolicy}
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-__all__ = ["HostDevice", "poisoning_reuse", "prepare"]
-
 _aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["InterpretedKernel", "install", "launches", "violations"]
-
 launches: Counter[str] = Counter()
 """Launches of each kernel of this process, by its source without its name: equal kernels count as one."""
 violations: list[str] = []

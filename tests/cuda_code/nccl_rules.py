@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Call", "differences"]
-
 
 @dataclass(frozen=True)
 class Call:

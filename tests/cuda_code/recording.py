@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_text import Kernel, read_kernel
 
-__all__ = ["Event", "Recording", "Span", "record", "recordings_of"]
-
 
 @dataclass(frozen=True)
 class Span:

@@ -60,8 +60,6 @@ from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime import compat
 
-__all__ = ["Checker", "checked"]
-
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _EMPTY = {

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ALL", "Kernel", "read_kernel"]
-
 
 @dataclass(frozen=True)
 class Kernel:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-__all__ = ["MUTANTS", "kernel", "wrapper"]
-
 _WAIT = re.compile(r"^\s+torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)$")
 _GATHER = re.compile(
     r"^\s+(\w+) = torch\.ops\.(?:_c10d_functional\.all_gather_into_tensor|mfsdp\.gather_into_buffer)\.default\("

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BRIEF", "Fault", "Kind", "Start", "faults", "starts"]
-
 
 class Kind(Enum):
     """Kinds of faults. The value is what the log calls it."""

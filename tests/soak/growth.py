@@ -21,8 +21,6 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.processes import run_ranks
 
-__all__ = ["GROWTH", "Held", "grown", "growth", "held"]
-
 GROWTH = (("eager", 1), ("eager", 2), ("aot_eager", 2), ("inductor", 1))
 """Modes and numbers of ranks to watch."""
 

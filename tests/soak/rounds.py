@@ -32,8 +32,6 @@ from .faults import Fault, Kind, Start, faults, starts
 from .supervisor import Disk, Ranks, SoakError, damage
 from .training import KEEP, Job, Segment, alone
 
-__all__ = ["Plan", "Summary", "run_round"]
-
 TOLERANCE = 1e-9
 """Largest difference from one process with torch alone, relative to the largest weight of the tensor. Rounding gives
 2e-12 in 24 steps."""

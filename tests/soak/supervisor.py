@@ -19,8 +19,6 @@ from mfsdp_compile.processes import open_store
 
 from .training import Job, rank_process
 
-__all__ = ["Disk", "Ranks", "SoakError", "damage"]
-
 Heard = tuple[int, tuple[Any, ...]]
 """A rank, and what it said."""
 

@@ -34,8 +34,6 @@ from mfsdp_compile.checkpoint import (
 )
 from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
 
-__all__ = ["KEEP", "Job", "Segment", "alone", "rank_process"]
-
 BATCH = 12
 """Sequences per step, over all ranks: divisible by 2, 3 and 4."""
 SIZES = GptConfig(vocabulary=64, width=32, layers=2, heads=2, length=16)

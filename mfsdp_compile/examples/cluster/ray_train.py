@@ -16,8 +16,6 @@ from ray.train.torch import TorchTrainer
 
 from .train import main as train
 
-__all__ = ["main"]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])

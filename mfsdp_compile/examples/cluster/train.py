@@ -31,8 +31,6 @@ from mfsdp_compile.checkpoint import Checkpoints
 from ...demo.corpus import ByteText, standard_library
 from ...models.llama import Block, Llama, LlamaConfig
 
-__all__ = ["main"]
-
 STOPPED = 128 + signal.SIGTERM
 
 

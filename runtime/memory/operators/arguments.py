@@ -11,18 +11,6 @@ from torch.distributed.tensor import DTensor
 from ... import compat
 from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
 
-__all__ = [
-    "about_to_write",
-    "by_name",
-    "dims_of",
-    "leaves_of",
-    "refuse",
-    "refuse_own_values",
-    "rows_among",
-    "tensors_are_own",
-    "written_to",
-]
-
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of an operator, by the names that its schema gives them."""

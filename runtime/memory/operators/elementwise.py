@@ -15,8 +15,6 @@ from ..tensor import RowShardedTensor
 from .arguments import about_to_write, refuse_own_values, rows_among, written_to
 from .gather import whole_of
 
-__all__ = ["compute", "is_elementwise", "is_foreach", "like_rows", "run"]
-
 aten = torch.ops.aten
 
 _ALSO = {

@@ -16,8 +16,6 @@ from ..replicated import ReplicatedTensor, RowView
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write
 
-__all__ = ["Whole", "whole_of"]
-
 
 class Whole(NamedTuple):
     """All values of a tensor, and the box of them that this rank holds, if it holds one."""

@@ -11,8 +11,6 @@ from ..redistribute import take_rows
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write
 
-__all__ = ["compute"]
-
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the whole tensor from this rank's generator, and keep the local rows.

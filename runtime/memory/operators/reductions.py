@@ -18,8 +18,6 @@ from .arguments import about_to_write, by_name, dims_of, leaves_of, refuse_own_v
 from .elementwise import like_rows, run
 from .gather import whole_of
 
-__all__ = ["compute"]
-
 aten = torch.ops.aten
 
 

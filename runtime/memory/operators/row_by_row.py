@@ -14,8 +14,6 @@ from ..tensor import RowShardedTensor
 from .arguments import by_name, dims_of
 from .gather import whole_of
 
-__all__ = ["compute"]
-
 aten = torch.ops.aten
 
 _OVER_DIMS = {

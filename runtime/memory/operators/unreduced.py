@@ -9,8 +9,6 @@ import torch
 from ... import compat
 from ..tensor import UnreducedGradient, refuse_unreduced
 
-__all__ = ["compute"]
-
 aten = torch.ops.aten
 
 

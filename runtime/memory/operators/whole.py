@@ -20,8 +20,6 @@ from .arguments import leaves_of, refuse, refuse_own_values, tensors_are_own, wr
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
-__all__ = ["compute"]
-
 aten = torch.ops.aten
 
 

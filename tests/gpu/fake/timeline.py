@@ -20,20 +20,6 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = [
-    "HOST",
-    "Event",
-    "Stream",
-    "Task",
-    "as_current",
-    "capture",
-    "current_stream",
-    "stream_of",
-    "synchronize",
-    "waits",
-    "where",
-]
-
 
 class Task:
     """Operations that run one after the other."""
