@@ -405,7 +405,7 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
             has one.
     """
     inspected = exchange.inspected and stage == 0
-    if not exchange.may_wait(stage) and not inspected:
+    if exchange.when[stage] == When.ALWAYS.value and not inspected:
         return start_collective(gradient, stage, exchange)
     assert token is not None
     return torch.ops.mfsdp.reduce_if_due(
@@ -484,7 +484,11 @@ def _pack_gradients(
     capacity: int = 0,
     count: int = 0,
 ) -> Tensor:
-    flat = take("gradients", Buffers(capacity, count), numel, dtype, gradients[0].device)
+    device = gradients[0].device
+    if capacity:
+        flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
+    else:
+        flat = torch.empty(numel, dtype=dtype, device=device)
     places, end = [], 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         if offset > end:

@@ -45,9 +45,8 @@ def in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
-def backward_id() -> int:
-    """Return a number that is the same throughout one backward pass; -1 outside of any."""
-    return _current_graph_task_id()
+backward_id = _current_graph_task_id
+"""Returns a number that is the same throughout one backward pass; -1 outside of any."""
 
 
 class Wanted(Enum):
@@ -119,6 +118,5 @@ def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
             saved_tensors_hooks(*hooks).__enter__()
 
 
-def profiler_runs() -> bool:
-    """Whether torch's profiler is recording."""
-    return torch.autograd._profiler_enabled()
+profiler_runs = torch.autograd._profiler_enabled
+"""Whether torch's profiler is recording."""

@@ -45,6 +45,7 @@ from ..memory.bucket import Bucket, Home
 from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
 from ..schedule.policy import SchedulePolicy
+from ..step import checks as step_checks
 from .context import EagerOwner, StepContext
 from .gathering import Gathering, unseen
 from .parameters import Parameters
@@ -144,7 +145,7 @@ class EagerRuntime:
 
     @policy.setter
     def policy(self, policy: SchedulePolicy) -> None:
-        self.gathering.policy = policy
+        self.gathering.follow(policy)
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class EagerRuntime:
         In a backward, that is what hooks of modules and activations compute with, and functions that keep a module.
         Hooks of parameters get shards, so they read shards too.
         """
-        in_backward = compat.in_backward() and not hooks_of_parameters.run
+        in_backward = compat.backward_id() != -1 and not hooks_of_parameters.run
         in_window = self.step.depth > 0 or in_backward
         return in_window or self.gathering.holds(bucket) or compat.in_call_of(self.modules)
 
@@ -174,7 +175,7 @@ class EagerRuntime:
     def pre_forward(self, window: Window) -> None:
         """Open a window: gather its unit."""
         step, states = self.step, self.gathering.states
-        if window.is_root and not compat.in_backward():
+        if window.is_root and compat.backward_id() == -1:
             step.depth = 0
         try:
             if step.depth == 0:
@@ -200,7 +201,7 @@ class EagerRuntime:
             return
         if self.saved.hooked_at == step.depth:
             self.saved.unhook()
-        if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
+        if compat.backward_id() == -1:  # else this is a recomputation, and the backward of the same unit is next
             for part in window.parts:
                 ran = self._ran.setdefault(part, weakref.WeakSet())
                 ran.add(window)
@@ -242,6 +243,7 @@ class EagerRuntime:
         if window.is_root:
             owner.check_complete()
         self.gathering.learns_hooks = torch.is_grad_enabled()
+        self.gathering.checks_content = step_checks.enabled() and not owner.conduct.is_capturing
         self.gathering.hooks_everywhere |= owner.comm_buffers.is_strict  # no buffer may stay in use
         owner.conduct.enter_forward(window.describe())
 

@@ -32,9 +32,8 @@ from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
 from ..schedule.decisions import gather_by_policy
 from ..schedule.policy import SchedulePolicy
-from ..step import checks as step_checks
 from .context import StepContext
-from .units import EagerUnit, UnitControl, UnitState, UnitStates
+from .units import EagerUnit, UnitControl, UnitState
 
 
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
@@ -147,6 +146,55 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+class UnitStates:
+    """The states of a model's units. Those that are not IN_USE are few, and listed."""
+
+    def __init__(self) -> None:
+        self._others: dict[EagerUnit, UnitState] = {}
+
+    def __getitem__(self, unit: EagerUnit) -> UnitState:
+        return self._others.get(unit, UnitState.IN_USE)
+
+    def use(self, unit: EagerUnit) -> None:
+        """Handle a window that opens, or the release of a unit."""
+        self._others.pop(unit, None)
+
+    def ran(self, unit: EagerUnit, completely: bool) -> None:
+        """Handle a window that has closed."""
+        if self._others.get(unit) is not UnitState.HELD:
+            self._others.pop(unit, None)  # the last one to close is the last to be released
+            self._others[unit] = UnitState.IDLE if completely else UnitState.BEGUN
+
+    def hold(self, unit: EagerUnit) -> None:
+        self._others[unit] = UnitState.HELD
+
+    def use_root(self) -> None:
+        """Handle the model's own window, which opens: it uses the root's units."""
+        for unit in [unit for unit, state in self._others.items() if unit.is_root and state is UnitState.HELD]:
+            del self._others[unit]
+
+    def take_idle(self, unit: EagerUnit) -> list[EagerUnit]:
+        """Return the units that are to be released because ``unit`` is gathered."""
+        if not self._others:
+            return []
+        ending = (UnitState.IDLE,) if unit.is_root else (UnitState.IDLE, UnitState.BEGUN)
+        idle = [other for other, state in self._others.items() if state in ending]
+        for other in idle:
+            del self._others[other]
+        return [other for other in idle if other is not unit]
+
+    def end_forward(self) -> None:
+        """Forget what is idle, because a forward has ended and released everything."""
+        self._others = {unit: state for unit, state in self._others.items() if state is UnitState.HELD}
+
+    def clear(self) -> None:
+        self._others.clear()
+
+    @property
+    def holds_any(self) -> bool:
+        return UnitState.HELD in self._others.values()
+
+
 class Gathering:
     """What is gathered of one model.
 
@@ -164,12 +212,12 @@ class Gathering:
         last_read: The unit that was read last.
         learns_hooks: Whether this forward tells if hooks on saved tensors are needed everywhere.
         hooks_everywhere: Whether they are; else they are active in windows that have read parameters.
+        checks_content: Whether this forward looks for writes to gathered parameters that left no trace.
     """
 
     def __init__(self, step: StepContext, units: Sequence[EagerUnit], policy: SchedulePolicy, overlap: Overlap) -> None:
         self.step = step
         self.units = tuple(units)
-        self.policy = policy
         self.overlap = overlap
         self.unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self.gathered: dict[Bucket, Gathered] = {}
@@ -179,12 +227,22 @@ class Gathering:
         self.last_read: EagerUnit | None = None
         self.learns_hooks = False
         self.hooks_everywhere = False
+        self.checks_content = False
         self._gather_themselves: set[EagerUnit] = set()  # by compiled code with a schedule of its own
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
         self._abandoned: list[Tensor] = []
         self._learn(self.units)
+        self.follow(policy)
+
+    def follow(self, policy: SchedulePolicy) -> None:
+        """Follow this policy from the next step on."""
+        self.policy = policy
+        by_policy = {
+            unit: gather_by_policy(policy, unit.gathered_bytes, self.overlap.gathers).units for unit in self.units
+        }
+        self._ahead = by_policy  # how many units before its use a unit's gather starts
 
     # -- gather -------------------------------------------------------------------------------------------------------
 
@@ -203,15 +261,21 @@ class Gathering:
             if state is not None and state.version != bucket.flat._version:
                 self.release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self.gathered:
-                in_backward = bucket.sends_planes and compat.in_backward()
+                in_backward = (
+                    bucket.quantized_columns is not None and bucket.sends_planes and compat.backward_id() != -1
+                )
                 self.start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
 
     def start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
-        if bucket.is_stale or bucket.is_quantized_stale:
+        group, stays = bucket.topology.gather_group, bucket.topology.resident_group is not None
+        if (stays and bucket.is_stale) or (bucket.quantized is not None and bucket.is_quantized_stale):
             self.step.owner.refresh()
-        group = bucket.topology.gather_group
         started, is_from_portions = None, False
-        if group is not None and compat.in_backward() and (kept := self._portions.pop(bucket, None)) is not None:
+        if (
+            group is not None
+            and (compat.backward_id() != -1)
+            and (kept := self._portions.pop(bucket, None)) is not None
+        ):
             portion, version = kept
             if is_from_portions := version == bucket.flat._version:
                 few = bucket.topology.portions[bucket.plan.portions]
@@ -258,7 +322,7 @@ class Gathering:
             state is not None
             and state.full is not None
             and state.version == bucket.flat._version
-            and (planes in state.planes or not bucket.sends_planes)
+            and (bucket.quantized_columns is None or planes in state.planes or not bucket.sends_planes)
         ):
             return state
         return self._gather_now(bucket, planes)
@@ -273,13 +337,14 @@ class Gathering:
         if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
             self.start(unit)
             state = self.gathered[bucket]
-        if bucket.sends_planes and planes not in state.planes and (state.full is not None or planes is not Planes.BOTH):
+        sends_planes = bucket.quantized_columns is not None and bucket.sends_planes
+        if sends_planes and planes not in state.planes and (state.full is not None or planes is not Planes.BOTH):
             self.release_bucket(bucket)
             self.start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
             state = self.gathered[bucket]
         if state.started is not None:
             state.full, state.started = self.step.wait(state.started), None
-            if bucket.sends_planes:
+            if sends_planes:
                 self._arrange(bucket, state, planes)
             if bucket.exchange.dequantizes and not state.is_from_portions:
                 with compat.below_autograd():
@@ -297,7 +362,7 @@ class Gathering:
         state.references = compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
             self.by_storage[address] = bucket
-        in_backward = compat.in_backward()
+        in_backward = compat.backward_id() != -1
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
         following = self._following(unit, in_backward)
@@ -339,14 +404,10 @@ class Gathering:
         neighbors = self._previous if in_backward else self._next
         following: list[EagerUnit] = []
         at = neighbors.get(unit)
-        while at is not None and at is not unit and at not in following and self._distance(at) > len(following):
+        while at is not None and at is not unit and at not in following and self._ahead[at] > len(following):
             following.append(at)
             at = neighbors.get(at)
         return following
-
-    def _distance(self, unit: EagerUnit) -> int:
-        """Return how many units earlier the policy starts to gather a unit."""
-        return gather_by_policy(self.policy, unit.gathered_bytes, self.overlap.gathers).units
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
         fits = unit.gathered_bytes <= self.policy.prefetch_bytes and self.overlap.gathers
@@ -448,7 +509,7 @@ class Gathering:
         self.release_bucket(bucket)
         if state is None:
             return
-        if (self.step.depth > 0 or compat.in_backward()) and self._is_written(state):
+        if (self.step.depth > 0 or (compat.backward_id() != -1)) and self._is_written(state):
             self._refuse_writes(bucket)
         if self.step.depth > 0 and state.version == bucket.flat._version:
             self._check_content(bucket, state)
@@ -461,14 +522,14 @@ class Gathering:
             compat.wait_tensor(state.started)
         if state.full is None:
             return
-        apart = [param for param, _ in state.apart.values()]
-        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
-            if address := compat.storage_address(tensor):
-                self.by_storage.pop(address, None)
         if self.learns_hooks and not self.hooks_everywhere and state.is_used:
             # Something that autograd saved outside of these windows refers to it: a module that reads its child's
             # parameters. It stays in memory until the backward, this time.
             self.hooks_everywhere = True
+        apart = [param for param, _ in state.apart.values()]
+        for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):
+            if address := compat.storage_address(tensor):
+                self.by_storage.pop(address, None)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -480,7 +541,7 @@ class Gathering:
         try:
             refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
         except RuntimeError as error:
-            if compat.in_backward():  # nothing else catches it
+            if compat.backward_id() != -1:  # nothing else catches it
                 self.step.owner.failed(error)
             raise
 
@@ -491,7 +552,7 @@ class Gathering:
         looking at values synchronizes with the device, it happens only after the first forward.
         """
         group = bucket.topology.gather_group
-        if state.full is None or group is None or not step_checks.enabled() or self.step.owner.conduct.is_capturing:
+        if state.full is None or group is None or not self.checks_content:
             return
         if bucket.extension is not None:  # its class may send anything
             return

@@ -38,6 +38,7 @@ from ..formats.casts import Casts
 from ..formats.extension import FORM as EXTENSION
 from ..geometry.partition import Partition
 from ..memory.bucket import Home
+from ..owner import refuse_dropped
 from ..program_lines import warn
 from .engine import Window
 
@@ -305,11 +306,12 @@ def _parameter_property(
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
-        if not runtime.is_in_use(home.bucket) or compat.called_by_guards():
+        bucket = home.reference() or refuse_dropped()
+        if not runtime.is_in_use(bucket) or compat.called_by_guards():
             return param
-        if home.bucket.params[home.index] is not param:
-            home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
-        part = runtime.parameters.read(home)
+        if bucket.params[home.index] is not param:
+            bucket.check_unchanged()  # torch.func.functional_call replaces parameters
+        part = runtime.parameters.read(bucket, home.index)
         lent = vars(self).get(_LENT) if is_layer else None
         if lent is not None:
             lent.append(part)

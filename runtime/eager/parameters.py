@@ -20,7 +20,7 @@ from ..formats.forms import Wrapper
 from ..memory.bucket import Bucket, Home
 from ..memory.redistribute import as_real
 from .context import StepContext
-from .gathering import Gathered, Gathering, Planes, as_gathered, as_parameters, unseen
+from .gathering import Gathered, GatheredParameter, Gathering, Planes, as_gathered, as_parameters, unseen
 from .reducing import Reducing
 from .saved_tensors import SavedTensors, check_version
 
@@ -109,13 +109,12 @@ class Parameters:
         self._handed_out: list[tuple[weakref.ref[Tensor], Bucket, int]] = []  # with the version of the shard
         self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
 
-    def read(self, home: Home) -> Tensor:
+    def read(self, bucket: Bucket, index: int) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
-        bucket, index = home.bucket, home.index
         state = self._gather_to_read(bucket)
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             ordinary = bucket.wrappers[index] is None and bucket.extension is None
-            return self._plain(bucket, state, index) if ordinary else self._wrapped(home, state)
+            return (self._plain if ordinary else self._wrapped)(bucket, state, index)
         param = (state.attached or self._attach(bucket, state))[index]
         if param is None:
             return self._attach_again(bucket, state, index)
@@ -125,7 +124,7 @@ class Parameters:
     def _gather_to_read(self, bucket: Bucket) -> Gathered:
         if not self._saved.hooked_at and self._step.depth:
             self._saved.hook()
-        if in_backward := compat.in_backward():
+        if in_backward := compat.backward_id() != -1:
             self._step.owner.grad_sync.enter_backward()  # its end releases what is gathered here
         state = self._gathering.gather(bucket, Planes.BOTH if in_backward else Planes.ROWS)  # recomputed: both are used
         self._gathering.last_read = state.unit
@@ -165,7 +164,7 @@ class Parameters:
         return self._given(bucket, index, self._presented(bucket, state, index))
 
     @unseen
-    def _wrapped(self, home: Home, state: Gathered) -> Tensor:
+    def _wrapped(self, bucket: Bucket, state: Gathered, index: int) -> Tensor:
         """Return a parameter without history that wraps what was gathered.
 
         Unlike an ordinary one, it is a tensor of inference mode there: views of others, which its class makes, would
@@ -173,7 +172,7 @@ class Parameters:
         """
         assert state.full is not None
         with compat.below_function_transforms(), torch.no_grad():
-            return self._given(home.bucket, home.index, self._presented(home.bucket, state, home.index))
+            return self._given(bucket, index, self._presented(bucket, state, index))
 
     @unseen
     def _attach(self, bucket: Bucket, state: Gathered) -> list[Tensor | None]:
@@ -230,7 +229,9 @@ class Parameters:
         if (wrapper := bucket.wrappers[index]) is not None:
             self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
             return param
-        self.hand_out(as_gathered(param, name), bucket)
+        param.__class__ = GatheredParameter
+        vars(param)["mfsdp_name"] = name
+        self.hand_out(param, bucket)
         return param
 
     def hand_out(self, param: Tensor, bucket: Bucket) -> None:
@@ -242,11 +243,10 @@ class Parameters:
         self._handed_out.append((weakref.ref(param), bucket, version))
 
     def retire(self) -> None:
+        """Make what earlier forwards were given outdated, because a forward begins."""
         for state in self._gathering.gathered.values():
-            state.attached, state.apart = (
-                [],
-                {},
-            )  # of a unit that was read outside of forwards; the next forward gets others
+            # Of a unit that was read outside of forwards. The next forward gets others.
+            state.attached, state.apart = [], {}
         for kept, bucket, version in self._handed_out:
             if (param := kept()) is not None:
                 OutdatedParameter.replace(param, self, bucket, version)
@@ -273,4 +273,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # Anchors of complex parameters are real.
-        return None, *(as_real(gradient) if gradient is not None else None for gradient in gradients)
+        return None, *(
+            as_real(gradient) if gradient is not None and gradient.is_complex() else gradient for gradient in gradients
+        )

@@ -70,7 +70,11 @@ class Reducing:
     def written(self, bucket: Bucket) -> WrittenGradients:
         """Return the gradients that kernels write. Of a frozen bucket, nobody asks for them."""
         found = self._anchors.get(bucket)
-        return WrittenGradients(bucket) if found is None else found.written
+        if found is None:
+            return WrittenGradients(bucket)
+        if not found.written:
+            found.written.append(WrittenGradients(bucket))
+        return found.written[0]
 
     @compat.python_only
     def post_backward(self, bucket: Bucket, packed: Tensor, used: frozenset[int]) -> None:
@@ -82,11 +86,11 @@ class Reducing:
         """
         self._step.owner.grad_sync.enter_backward()
         gradients.note_use(bucket, used)
-        self._step.owner.grad_sync.note_eager_use(bucket)
+        self._step.owner.grad_sync.use_varies.add(bucket)
         policy, overlaps = self._gathering.policy, self._gathering.overlap.reductions
         if bucket.exchange.groups:
             size = bucket.plan.gathered_bytes
-            while self.running and size + self._bytes_in_flight > policy.reduction_bytes:
+            while self.running and size + sum(map(_bytes, self.running)) > policy.reduction_bytes:
                 self._take_in()
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
@@ -97,10 +101,6 @@ class Reducing:
         in_flight = policy.reductions_in_flight * in_a_unit if overlaps else 0
         for _ in range(len(self.running) - in_flight):
             self._take_in()
-
-    @property
-    def _bytes_in_flight(self) -> int:
-        return sum(reduction.bucket.plan.gathered_bytes for reduction in self.running)
 
     @compat.python_only
     def reduce_now(
@@ -115,7 +115,7 @@ class Reducing:
         return gradients.select(requested, bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
-        will_run = bucket.owner.grad_sync.is_due() or not bucket.exchange.may_wait(stage)
+        will_run = bucket.exchange.when[stage] == When.ALWAYS.value or bucket.owner.grad_sync.is_due()
         group = bucket.topology.stages[stage].group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
@@ -138,7 +138,7 @@ class Reducing:
         self._accumulate(bucket, result, reduction.used)
 
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
-        if not bucket.gradient_waits:  # a deferred gradient is zeros here
+        if bucket.pending is None or not bucket.pending.kept:  # a deferred gradient is zeros here
             finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
                 self.running.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
@@ -211,18 +211,18 @@ class Anchors:
         params: For each parameter, a tensor of its shape without memory, whose gradient is the parameter's.
         bucket: A tensor of the bucket's size without memory, whose gradient is the packed gradient.
         served: Shares of the backwards of compiled code that return packed gradients.
-        written: Gradients that kernels write.
+        written: Gradients that kernels write, if any do.
     """
 
     params: tuple[Tensor, ...]
     bucket: Tensor
     served: list[gradients.Backward]
-    written: WrittenGradients
+    written: list[WrittenGradients]
 
     @staticmethod
     def of(bucket: Bucket, reducing: Reducing) -> Anchors:
         served: list[gradients.Backward] = []
-        written = WrittenGradients(bucket)
+        written: list[WrittenGradients] = []
         *params, whole = _Reduce.apply(bucket, reducing, served, written, *bucket.params)
         return Anchors(tuple(params), whole, served, written)
 
@@ -241,7 +241,7 @@ class _Reduce(torch.autograd.Function):
         bucket: Bucket,
         reducing: Reducing,
         served: Sequence[gradients.Backward],
-        written: WrittenGradients,
+        written: Sequence[WrittenGradients],
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -256,21 +256,19 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, reducing = ctx.bucket(), ctx.reducing()
         requested = RequestedGradients.of([node for node, _ in ctx.next_functions])
-        nothing = (
-            None,
-            None,
-            None,
-            None,
-            *requested.nothing,
-        )  # gradients are accumulated when their reduction has finished
+        # Gradients are accumulated when their reduction has finished.
+        nothing = (None, None, None, None) + (None,) * requested.count
         if bucket is None or reducing is None:
             refuse_dropped()
         *whole_gradients, packed = given
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         if packed is not None:
             used = used.union(*(backward.used for backward in ctx.served))
-        used |= ctx.written.indices
-        gradients.tell_counting_hooks(bucket, requested.added - used)
+        written = ctx.written[0] if ctx.written and ctx.written[0].indices else None
+        if written is not None:
+            used |= written.indices
+        if unused := requested.added - used:
+            gradients.tell_counting_hooks(bucket, unused)
         if not used and packed is None:
             return nothing
         if torch.is_grad_enabled():
@@ -280,13 +278,14 @@ class _Reduce(torch.autograd.Function):
             if packed is not None:
                 packed = _without(bucket, packed, used & requested.left_out)
             used -= requested.left_out
-        if ctx.written.indices:
-            alone = ctx.written.pack(whole_gradients)
+        if written is not None:
+            alone = written.pack(whole_gradients)
             if not requested.returned:
                 alone = _without(bucket, alone, requested.left_out)
             packed = alone if packed is None else alone + packed
         elif any(gradient is not None for gradient in whole_gradients):
-            enter_pool(bucket.owner.comm_buffers)
+            if bucket.exchange.gradient_buffers.capacity:
+                enter_pool(bucket.owner.comm_buffers)
             with compat.below_autograd():
                 alone = pack(whole_gradients, bucket.exchange, is_traced=False)
             packed = alone if packed is None else alone + packed
@@ -296,6 +295,10 @@ class _Reduce(torch.autograd.Function):
             return None, None, None, None, *reducing.reduce_now(bucket, packed, used, requested)
         reducing.post_backward(bucket, packed, used)
         return nothing
+
+
+def _bytes(reduction: _RunningReduction) -> int:
+    return reduction.bucket.plan.gathered_bytes
 
 
 def anchor_of_bucket(bucket: Bucket) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -199,7 +200,8 @@ def _boxes_of_rows(start: int, stop: int, shape: Sequence[int]) -> Iterator[tupl
         start = end
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)  # of shapes of parameters, at every step
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
     strides: list[int] = []
     stride = 1

@@ -38,7 +38,9 @@ from .flat_shard import FlatShard
 from .redistribute import RowMove, announce_at_rest, move_rows, take_rows, take_rows_of_part
 from .replicated import ReplicatedTensor
 from .tensor import (
+    ACCUMULATE_HOOKS,
     NOTED_VALUE,
+    TENSOR_HOOKS,
     Backing,
     RowShardedTensor,
     UnreducedGradient,
@@ -460,8 +462,17 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         return f"Bucket({self.plan.name!r}: {self.plan.layout})"
 
 
-_HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", NOTED_VALUE, *_HOOKS}
+_OWN_ATTRIBUTES = {
+    "_local_tensor",
+    "_spec",
+    "split",
+    "backing",
+    "_is_param",
+    "mfsdp_home",
+    NOTED_VALUE,
+    TENSOR_HOOKS,
+    ACCUMULATE_HOOKS,
+}
 
 
 def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:

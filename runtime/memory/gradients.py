@@ -41,6 +41,8 @@ from .deferred_gradients import RequestedGradients, bucket_of
 from .operators import like_rows
 from .redistribute import take_rows
 from .tensor import (
+    ACCUMULATE_HOOKS,
+    TENSOR_HOOKS,
     RowShardedTensor,
     UnreducedGradient,
     hooks_of_parameters,
@@ -392,8 +394,12 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
 
 def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
-    total = bucket.keep("gradient", total)
-    shown = bucket.keep("shown", total.to(bucket.plan.main_dtype)) if _shows_cast(bucket) else total
+    keeps = bucket.plan.keeps_memory
+    total = bucket.keep("gradient", total) if keeps else total
+    shown = total
+    if _shows_cast(bucket):
+        shown = total.to(bucket.plan.main_dtype)
+        shown = bucket.keep("shown", shown) if keeps else shown
     if bucket.pending is not None:
         bucket.pending.earlier.clear()
     used_so_far(bucket)
@@ -408,7 +414,7 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
             mark_provisional(view)
         setattr(param, attribute, view)
         bucket.clean.discard(index)
-        if index in used:
+        if index in used and vars(param).get(ACCUMULATE_HOOKS):
             _run_accumulate_hooks(param)
 
 
@@ -468,7 +474,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
 
 def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> Tensor:
     """Run ``parameter.register_hook`` hooks on what this backward adds to the parameters that it uses."""
-    hooked = [index for index in used if bucket.params[index].has_tensor_hooks]
+    hooked = [index for index in used if vars(bucket.params[index]).get(TENSOR_HOOKS)]
     if not hooked:
         return gradient
     gradient = gradient.clone()
@@ -495,9 +501,7 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
 
 def _run_accumulate_hooks(param: RowShardedTensor) -> None:
     """Run ``parameter.register_post_accumulate_grad_hook`` hooks."""
-    if not param.has_accumulate_hooks:
-        return
-    for hook in list(param.accumulate_hooks.values()):
+    for hook in list(vars(param).get(ACCUMULATE_HOOKS, {}).values()):
         hooks_of_parameters.call(hook, param)
 
 

@@ -49,6 +49,10 @@ class Backing(tuple[Tensor, ...]):
         return Backing()
 
 
+TENSOR_HOOKS, ACCUMULATE_HOOKS = "mfsdp_hooks", "mfsdp_accumulate_hooks"
+"""Attributes of parameters that have hooks."""
+
+
 class _HooksOfParameters(threading.local):
     """Whether this thread runs a hook of a parameter: it sees parameters as they are at rest, although in a
     backward."""
@@ -253,22 +257,14 @@ class RowShardedTensor(Dispatched):
     @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Hooks of a parameter that are called with its reduced gradient, a DTensor."""
-        hooks: dict[int, Callable[[Tensor], Tensor | None]] = self.__dict__.setdefault("mfsdp_hooks", OrderedDict())
+        hooks: dict[int, Callable[[Tensor], Tensor | None]] = self.__dict__.setdefault(TENSOR_HOOKS, OrderedDict())
         return hooks
 
     @property
     def accumulate_hooks(self) -> dict[int, Callable[[Tensor], None]]:
         """Hooks of a parameter that are called with it after its gradient was accumulated."""
-        hooks: dict[int, Callable[[Tensor], None]] = self.__dict__.setdefault("mfsdp_accumulate_hooks", OrderedDict())
+        hooks: dict[int, Callable[[Tensor], None]] = self.__dict__.setdefault(ACCUMULATE_HOOKS, OrderedDict())
         return hooks
-
-    @property
-    def has_tensor_hooks(self) -> bool:
-        return bool(self.__dict__.get("mfsdp_hooks"))
-
-    @property
-    def has_accumulate_hooks(self) -> bool:
-        return bool(self.__dict__.get("mfsdp_accumulate_hooks"))
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """See ``Tensor.register_hook``."""
@@ -282,7 +278,7 @@ class RowShardedTensor(Dispatched):
 
     def take_hooks(self, tensor_hooks: dict[int, Any] | None, accumulate_hooks: dict[int, Any] | None) -> None:
         """Adopt another tensor's hooks. Their handles keep working, because the dictionaries stay the same."""
-        for name, hooks in (("mfsdp_hooks", tensor_hooks), ("mfsdp_accumulate_hooks", accumulate_hooks)):
+        for name, hooks in ((TENSOR_HOOKS, tensor_hooks), (ACCUMULATE_HOOKS, accumulate_hooks)):
             if hooks:
                 self.__dict__[name] = hooks
 

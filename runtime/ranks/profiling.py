@@ -24,9 +24,6 @@ from .. import compat
 
 _OPERATORS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
 
-_library: Any = None
-_listener: Callable[[Launch], None] | None = None
-
 
 class Launch(NamedTuple):
     """A collective that is started.
@@ -51,6 +48,25 @@ class Launch(NamedTuple):
         return f"mfsdp step {self.step}, {self.where}, {self.model}: {self.what} ({self.number} of group {self.group})"
 
 
+class _Interception:
+    """What is installed around torch's operators.
+
+    Attributes:
+        is_on: Whether there is anything to install or to remove. Callers look at it before they describe collectives.
+    """
+
+    def __init__(self) -> None:
+        self.library: Any = None
+        self.listener: Callable[[Launch], None] | None = None
+        self.is_on = False
+
+    def note(self) -> None:
+        self.is_on = self.library is not None or self.listener is not None
+
+
+interception = _Interception()
+
+
 class _Listeners(threading.local):
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque()
@@ -61,12 +77,12 @@ _thread = _Listeners()
 
 def expect(launches: Callable[[], Iterable[Launch]]) -> None:
     """Register the collectives that this thread is about to start, in order. ``launches`` is only called if needed."""
-    global _library
-    if _listener is None and not compat.profiler_runs():
+    if interception.listener is None and not compat.profiler_runs():
         stop()
         return
-    if _library is None:
-        _library = compat.stand_around_collectives(_OPERATORS, _range)
+    if interception.library is None:
+        interception.library = compat.stand_around_collectives(_OPERATORS, _range)
+        interception.note()
     _thread.launches = deque(launches())
 
 
@@ -76,26 +92,27 @@ def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
 
     It is called on that thread.
     """
-    global _listener
-    before, _listener = _listener, listener
+    before, interception.listener = interception.listener, listener
+    interception.note()
     try:
         yield
     finally:
-        _listener = before
+        interception.listener = before
+        interception.note()
 
 
 def stop() -> None:
     """Stop intercepting torch's operators."""
-    global _library
-    if _library is not None:
-        _library._destroy()
-        _library = None
+    if interception.library is not None:
+        interception.library._destroy()
+        interception.library = None
+        interception.note()
 
 
 def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
     if not _thread.launches:  # a collective of the model itself, or of other code
         return contextlib.nullcontext()
     launch = _thread.launches.popleft()
-    if _listener is not None:
-        _listener(launch)
+    if interception.listener is not None:
+        interception.listener(launch)
     return torch.profiler.record_function(str(launch)) if compat.profiler_runs() else contextlib.nullcontext()

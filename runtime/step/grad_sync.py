@@ -90,6 +90,8 @@ class GradSync:
 
     Attributes:
         microbatches: Number of backwards since gradients were last reduced.
+        use_varies: Buckets whose gradients were computed eagerly: ranks may have used different parameters. A compiled
+            graph uses the same on all ranks.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class GradSync:
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()  # in the running backward
         self._reduced: set[Bucket] = set()  # since the last optimizer step
-        self._use_varies: set[Bucket] = set()  # see note_eager_use
+        self.use_varies: set[Bucket] = set()
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self._warned: set[str] = set()
 
@@ -114,11 +116,11 @@ class GradSync:
     @property
     def progress(self) -> tuple[int, frozenset[Bucket], frozenset[Bucket]]:
         """What is known between two backwards: microbatches, buckets that were reduced, buckets whose use varies."""
-        return self.microbatches, frozenset(self._reduced), frozenset(self._use_varies)
+        return self.microbatches, frozenset(self._reduced), frozenset(self.use_varies)
 
     @progress.setter
     def progress(self, value: tuple[int, frozenset[Bucket], frozenset[Bucket]]) -> None:
-        self.microbatches, self._reduced, self._use_varies = value[0], set(value[1]), set(value[2])
+        self.microbatches, self._reduced, self.use_varies = value[0], set(value[1]), set(value[2])
 
     # -- the running backward -----------------------------------------------------------------------------------------
 
@@ -185,13 +187,6 @@ class GradSync:
             if requested.added:
                 gradients.note_use(bucket, backward.used - requested.left_out)
 
-    def note_eager_use(self, bucket: Bucket) -> None:
-        """Record that the bucket's gradient was computed eagerly: ranks may have used different parameters.
-
-        A compiled graph uses the same parameters on all ranks.
-        """
-        self._use_varies.add(bucket)
-
     def touched(self, bucket: Bucket) -> None:
         """Record that a bucket got gradients."""
         self._touched.add(bucket)
@@ -208,7 +203,7 @@ class GradSync:
                 self._reductions.reduce_waiting(bucket)
         # The same buckets on all ranks, even if hooks have taken their gradients off already.
         shown = {bucket for bucket in self._buckets if bucket.has_gradients}
-        self._settle([bucket for bucket in self._buckets if bucket in shown | self._use_varies])
+        self._settle([bucket for bucket in self._buckets if bucket in shown | self.use_varies])
         self.microbatches = 0
         for bucket in self._buckets:
             bucket.let_go()
@@ -220,13 +215,13 @@ class GradSync:
 
     def _settle(self, buckets: Sequence[Bucket]) -> None:
         """Set gradients of parameters that no rank has used to None."""
-        varying = [bucket for bucket in buckets if bucket in self._use_varies]
+        varying = [bucket for bucket in buckets if bucket in self.use_varies]
         everyones = dict(
             zip(varying, self.used_anywhere(varying, list(map(gradients.levels_of_use, varying))), strict=True)
         )
         for bucket in buckets:
             gradients.settle(bucket, everyones.get(bucket))
-        self._use_varies.difference_update(buckets)
+        self.use_varies.difference_update(buckets)
 
     @torch.no_grad()
     def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -326,7 +321,7 @@ class GradSync:
         """Drop all gradients, and everything known about them."""
         self.forget_backward()
         self._reduced.clear()
-        self._use_varies.clear()
+        self.use_varies.clear()
         self.zero()
         self.microbatches = 0
 
