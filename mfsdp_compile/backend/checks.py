@@ -10,7 +10,7 @@ from torch import fx
 
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.gathering import refuse_write
+from mfsdp_compile.runtime.eager.gathered_parameter import refuse_write
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn

@@ -28,7 +28,7 @@ from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, regi
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.eager.gathering import as_gathered
+from mfsdp_compile.runtime.eager.gathered_parameter import as_gathered
 from mfsdp_compile.runtime.eager.units import EagerUnit
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home

@@ -248,7 +248,7 @@ def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: to
     reduced = packed
     for stage in range(len(exchange.groups)):
         reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
-    gradient = exchange.finish(reduced, dtype)
+    gradient = exchange.cast_and_scale(reduced, dtype)
     return torch.ops.mfsdp.offload(gradient, exchange.pins) if exchange.offload else gradient
 
 

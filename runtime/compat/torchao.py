@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 FORM = "torchao"
-"""The form of parameters that ``enable_fsdp_float8_all_gather=True`` asks for; see :mod:`..forms`."""
+"""The form of parameters that ``enable_fsdp_float8_all_gather=True`` asks for; see :mod:`..formats.forms`."""
 
 OWN_ATTRIBUTES = frozenset({"_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale"})
 """Attributes of a ``WeightWithDynamicFloat8CastTensor`` that belong to it, and not to the parameter."""

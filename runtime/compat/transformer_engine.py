@@ -108,7 +108,7 @@ def prepare_layer(module: nn.Module, forms: Iterable[str]) -> bool:
     """Change the settings of a layer that do not work together when it is sharded.
 
     Args:
-        forms: Forms in which it will get its parameters; see :mod:`..forms`.
+        forms: Forms in which it will get its parameters; see :mod:`..formats.forms`.
 
     Returns:
         Whether ``fuse_wgrad_accumulation`` was switched off.
@@ -438,11 +438,11 @@ FORMS: Mapping[str, _Wrapper | _PlaneWrapper] = {
     "te, powers of 2, transposed": _Wrapper(True, True),
     MXFP8: _PlaneWrapper(),
 }
-"""Forms of parameters that layers have quantized; see :mod:`..forms`."""
+"""Forms of parameters that layers have quantized; see :mod:`..formats.forms`."""
 
 
 def scaling_of(form: str) -> str:
-    """Return what shares scales in a form of :data:`FORMS`; see :mod:`..quantize`."""
+    """Return what shares scales in a form of :data:`FORMS`; see :mod:`..formats.quantize`."""
     return "mxfp8" if form == MXFP8 else "tensorwise"
 
 

@@ -29,7 +29,7 @@ class EagerOwner(Protocol):
     def comm_buffers(self) -> BufferPool: ...
 
     def leave_backward(self) -> None:
-        """A forward begins: a backward that was entered and not finished must have raised.
+        """Outside of backward, clean up after a backward that was entered and not finished: it has raised.
 
         After a failure, raises unless all ranks have failed in the same place.
         """
@@ -41,11 +41,13 @@ class EagerOwner(Protocol):
         """Raise if the model has parameters that are in no bucket."""
 
     def refresh(self, ahead: bool = False) -> None:
-        """Start gathering stale residents, possibly ahead of the forward that uses them."""
+        """Quantize changed shards, and start gathering stale residents, possibly ahead of the forward that uses
+        them."""
 
 
 class StepContext(Owned[EagerOwner]):
-    """The running step of one model, for all parts of its eager path: how its collectives start and are awaited.
+    """The state of the running step, if one runs, for all parts of the eager path; how collectives start and are
+    awaited.
 
     Args:
         buckets: The buckets, in the order of their units.
@@ -62,7 +64,11 @@ class StepContext(Owned[EagerOwner]):
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
 
     def announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
-        """Announce a collective of a bucket over ``group``; None: it is skipped this time."""
+        """Announce a collective of a bucket over ``group``; None: it is skipped this time.
+
+        Args:
+            more: What tells it apart from other collectives of the bucket.
+        """
         conduct = self.owner.conduct
         announced = self._announced.get((what, more, bucket))
         if announced is None or announced.group is not group or announced.model != conduct.name:

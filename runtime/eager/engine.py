@@ -2,6 +2,8 @@
 
 A step of a unit, from top to bottom ::
 
+    station         when                         what happens                                        done in
+
     pre_forward     its window opens             the unit is gathered, unless that was done early    gathering.py
       read          of each parameter            connected to its shard by autograd                  parameters.py
       pack          of each tensor that is saved recorded without its memory                         saved_tensors.py
@@ -10,9 +12,10 @@ A step of a unit, from top to bottom ::
     post_backward   its gradients are complete   packed, reduced; the unit is released               reducing.py
 
 Windows
-    A window is the running forward of a module that owns parameters, usually the model's. Inside a window,
-    ``module.weight`` returns the gathered parameter, and the first read of a bucket gathers it. A parent that reads its
-    child's weight, or a module that runs eagerly inside a compiled model, therefore needs no special handling.
+    A window is the running forward of a module that owns parameters, or is a unit or the model. Windows nest. Inside
+    one, ``module.weight`` returns the gathered parameter, and the first read of a bucket gathers it. A parent that
+    reads its child's weight, or a module that runs eagerly inside a compiled model, therefore needs no special
+    handling.
 
 Joined units
     A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
@@ -150,7 +153,7 @@ class EagerRuntime:
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def in_forward(self) -> bool:
-        """Whether the code that reads a parameter belongs to the model's forward."""
+        """Whether the code that reads a parameter belongs to the model's forward, for layers of Transformer Engine."""
         return self.step.depth > 0 or compat.in_call_of(self.modules) or compat.in_recomputation()
 
     def is_in_use(self, bucket: Bucket) -> bool:
@@ -173,7 +176,7 @@ class EagerRuntime:
 
     @compat.python_only
     def pre_forward(self, window: Window) -> None:
-        """Open a window: gather its unit."""
+        """Open a window: start gathering its unit."""
         step, states = self.step, self.gathering.states
         if window.is_root and compat.backward_id() == -1:
             step.depth = 0
@@ -273,7 +276,7 @@ class EagerRuntime:
                 compat.wait_tensor(result)
 
     def leave_stray_reads(self) -> None:
-        """Release what was gathered by reads outside of a window."""
+        """Reset, outside of a window: release what stray reads have gathered, and drop what a failed step has left."""
         if self.step.depth == 0:
             self.reset()
 

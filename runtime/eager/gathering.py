@@ -1,8 +1,9 @@
 """Gathers and releases buckets, early and late enough: windows and reads of parameters ask for them.
 
 Memory
-    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it. At
-    most two units are gathered at a time, and the last unit of a forward stays gathered for the backward that follows.
+    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it.
+    Besides the root's units, and those that were asked to stay, the current unit and the prefetched ones (one, by
+    default) are gathered. With ``keep_last``, the last unit of a forward stays for the backward that follows.
 
 Order
     The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
@@ -17,10 +18,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import compat
 from ..collectives.ops import gather_into_buffer
@@ -33,47 +34,8 @@ from ..memory.extension import Extension, Made, Sent
 from ..schedule.decisions import gather_by_policy
 from ..schedule.policy import SchedulePolicy
 from .context import StepContext
-from .units import EagerUnit, UnitControl, UnitState
-
-
-def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
-    """Raise RuntimeError because forward or backward has written to a parameter of ``unit``, one of ``names``."""
-    raise RuntimeError(
-        f"Forward or backward wrote to a parameter of {unit!r} "
-        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what it wrote to was a gathered copy, and is "
-        "lost. Write to parameters between steps (under torch.no_grad()), or hold what they write to in a buffer. An "
-        "nn.Embedding with max_norm writes too."
-    )
-
-
-class GatheredParameter(nn.Parameter):
-    """The value of ``module.weight`` inside a forward or backward: an ordinary tensor, except that writes through
-    ``.data`` raise.
-
-    A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
-    """
-
-    __torch_function__ = compat.no_torch_function
-    mfsdp_name: str
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
-
-
-def as_gathered(tensor: Tensor, name: str) -> Any:
-    """Turn ``tensor`` into a :class:`GatheredParameter` in place."""
-    tensor.__class__ = GatheredParameter
-    vars(tensor)["mfsdp_name"] = name
-    return tensor
-
-
-ORDINARY = (Tensor, nn.Parameter, GatheredParameter)
-"""Types that wrap no other tensors: most of what autograd saves."""
+from .gathered_parameter import refuse_write
+from .units import EagerUnit, UnitControl
 
 
 class Planes(enum.Flag):
@@ -146,14 +108,38 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+class UnitState(enum.Enum):
+    """What may happen to the gathered parameters of a unit.
+
+    ===========================  =========  =====================================================================
+    event                        becomes    exceptions
+    ===========================  =========  =====================================================================
+    a window of it opens         ON_DEMAND  of the root's units, only when the model's own window opens
+    all of its windows closed    IDLE       HELD stays
+    some of its windows closed   BEGUN      HELD stays; only for joined units, whose next module may be next
+    another unit is gathered     ON_DEMAND  of IDLE units, which are released; BEGUN ones become IDLE first, unless the
+                                            other is the root's, whose parameters may be read in between
+    unshard()                    HELD       released by reshard(), or after its next forward. A backward releases the
+    memory,
+                                            and the next read gathers again, on all ranks
+    reshard(), end of a forward  ON_DEMAND  HELD stays at the end of a forward that has not used it
+    ===========================  =========  =====================================================================
+    """
+
+    ON_DEMAND = "gathered when something needs it; nothing is due"
+    BEGUN = "some of its modules have run"
+    IDLE = "its forward has run: released as soon as another unit is gathered"
+    HELD = "kept gathered by unshard() until its next forward has run"
+
+
 class UnitStates:
-    """The states of a model's units. Those that are not IN_USE are few, and listed."""
+    """The states of a model's units. Those that are not ON_DEMAND are few, and listed."""
 
     def __init__(self) -> None:
         self._others: dict[EagerUnit, UnitState] = {}
 
     def __getitem__(self, unit: EagerUnit) -> UnitState:
-        return self._others.get(unit, UnitState.IN_USE)
+        return self._others.get(unit, UnitState.ON_DEMAND)
 
     def use(self, unit: EagerUnit) -> None:
         """Handle a window that opens, or the release of a unit."""
@@ -210,8 +196,8 @@ class Gathering:
         states: States of the units.
         controls: What the user has set for each unit.
         last_read: The unit that was read last.
-        learns_hooks: Whether this forward tells if hooks on saved tensors are needed everywhere.
-        hooks_everywhere: Whether they are; else they are active in windows that have read parameters.
+        learns_hooks: Whether a bucket that is still referenced when it is released turns on ``hooks_everywhere``.
+        hooks_everywhere: Whether windows hook saved tensors from their beginning on, and not from their first read.
         checks_content: Whether this forward looks for writes to gathered parameters that left no trace.
     """
 
@@ -228,7 +214,7 @@ class Gathering:
         self.learns_hooks = False
         self.hooks_everywhere = False
         self.checks_content = False
-        self._gather_themselves: set[EagerUnit] = set()  # by compiled code with a schedule of its own
+        self._gathered_by_graphs: set[EagerUnit] = set()  # by compiled code with a schedule of its own
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
@@ -237,12 +223,12 @@ class Gathering:
         self.follow(policy)
 
     def follow(self, policy: SchedulePolicy) -> None:
-        """Follow this policy from the next step on."""
+        """Follow this policy from now on."""
         self.policy = policy
-        by_policy = {
-            unit: gather_by_policy(policy, unit.gathered_bytes, self.overlap.gathers).units for unit in self.units
-        }
-        self._ahead = by_policy  # how many units before its use a unit's gather starts
+        overlap = self.overlap.gathers
+        self._largest_ahead = policy.prefetch_bytes if overlap else -1
+        # How many units before its use a unit's gather starts.
+        self._ahead = {unit: gather_by_policy(policy, unit.gathered_bytes, overlap).units for unit in self.units}
 
     # -- gather -------------------------------------------------------------------------------------------------------
 
@@ -317,6 +303,7 @@ class Gathering:
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> Gathered:
+        """Return a gathered bucket. Start the gathers of its unit if nobody has, and wait."""
         state = self.gathered.get(bucket)
         if (
             state is not None
@@ -330,11 +317,14 @@ class Gathering:
     @unseen
     @as_parameters
     def _gather_now(self, bucket: Bucket, planes: Planes) -> Gathered:
+        """Release idle units, gather the bucket, learn the order, and prefetch. In backward, release what is done."""
         unit = self.unit_of[bucket]
         for idle in self.states.take_idle(unit):
             self._end_forward_of(idle, is_last=False)
         state = self.gathered.get(bucket)
-        if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
+        if (
+            state is None or state.version != bucket.flat._version
+        ):  # else ``start`` would gather what backward has released of it
             self.start(unit)
             state = self.gathered[bucket]
         sends_planes = bucket.quantized_columns is not None and bucket.sends_planes
@@ -369,7 +359,7 @@ class Gathering:
         if in_backward:
             following = [each for each in following if not self.step.complete.issuperset(each.buckets)]
         for each in following:
-            if self._may_prefetch(each):
+            if each.gathered_bytes <= self._largest_ahead and each not in self._gathered_by_graphs:
                 self.start(each)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
@@ -396,7 +386,7 @@ class Gathering:
     # -- order --------------------------------------------------------------------------------------------------------
 
     def _following(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
-        """Return the units to prefetch when a unit has been gathered."""
+        """Return the units to prefetch when a unit has been gathered, up to the first that is not due yet."""
         control = self.controls[unit]
         chosen = control.backward_prefetch if in_backward else control.forward_prefetch
         if chosen is not None:
@@ -409,13 +399,9 @@ class Gathering:
             at = neighbors.get(at)
         return following
 
-    def _may_prefetch(self, unit: EagerUnit) -> bool:
-        fits = unit.gathered_bytes <= self.policy.prefetch_bytes and self.overlap.gathers
-        return fits and unit not in self._gather_themselves
-
     def note_own_gathers(self, buckets: Iterable[Bucket]) -> None:
         """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
-        self._gather_themselves.update(self.unit_of[bucket] for bucket in buckets)
+        self._gathered_by_graphs.update(self.unit_of[bucket] for bucket in buckets)
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
         pairs = list(itertools.pairwise(order))
@@ -505,6 +491,7 @@ class Gathering:
             self.release_checked(bucket)
 
     def release_checked(self, bucket: Bucket) -> None:
+        """Release a bucket. Raise RuntimeError if it was written to."""
         state = self.gathered.get(bucket)
         self.release_bucket(bucket)
         if state is None:
@@ -515,6 +502,7 @@ class Gathering:
             self._check_content(bucket, state)
 
     def release_bucket(self, bucket: Bucket) -> None:
+        """Release a bucket without checks. A gather that runs is awaited."""
         state = self.gathered.pop(bucket, None)
         if state is None:
             return
@@ -523,8 +511,8 @@ class Gathering:
         if state.full is None:
             return
         if self.learns_hooks and not self.hooks_everywhere and state.is_used:
-            # Something that autograd saved outside of these windows refers to it: a module that reads its child's
-            # parameters. It stays in memory until the backward, this time.
+            # Autograd has saved it where no hooks were: a module used what another one returned. It stays in memory
+            # until the backward, this time.
             self.hooks_everywhere = True
         apart = [param for param, _ in state.apart.values()]
         for tensor in (state.full, *apart, *(state.made.leaves if state.made is not None else ())):

@@ -316,7 +316,7 @@ def _parameter_property(
         if lent is not None:
             lent.append(part)
             if compat.transformer_engine.writes_gradients(self) and part.ndim > 1:
-                runtime.parameters.lend(home, part)
+                runtime.parameters.offer_gradient(home, part)
         return part if partition is None else partition.of_part(part)
 
     return property(get)

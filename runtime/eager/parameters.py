@@ -20,7 +20,8 @@ from ..formats.forms import Wrapper
 from ..memory.bucket import Bucket, Home
 from ..memory.redistribute import as_real
 from .context import StepContext
-from .gathering import Gathered, GatheredParameter, Gathering, Planes, as_gathered, as_parameters, unseen
+from .gathered_parameter import GatheredParameter, as_gathered
+from .gathering import Gathered, Gathering, Planes, as_parameters, unseen
 from .reducing import Reducing
 from .saved_tensors import SavedTensors, check_version
 
@@ -28,8 +29,8 @@ from .saved_tensors import SavedTensors, check_version
 class OutdatedParameter(nn.Parameter):
     """A gathered parameter that something has kept since an earlier forward.
 
-    A backward may use it, as it may be that of the earlier forward: then it becomes what it was, until the next
-    forward. Anything else is an error, and so is a backward after the shard has changed.
+    A backward may be that of the earlier forward, so it may use it: it gets its class back until the next forward.
+    Anything else is an error, and so is a backward after the shard has changed.
     """
 
     mfsdp_name: str
@@ -110,7 +111,10 @@ class Parameters:
         self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
 
     def read(self, bucket: Bucket, index: int) -> Tensor:
-        """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
+        """Return a full parameter, connected to its shard by autograd if gradients are recorded.
+
+        A frozen one is never connected, so that nothing computes or reduces its gradient.
+        """
         state = self._gather_to_read(bucket)
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             ordinary = bucket.wrappers[index] is None and bucket.extension is None
@@ -204,7 +208,8 @@ class Parameters:
     def _presented(self, bucket: Bucket, state: Gathered, index: int) -> Tensor:
         """Return what modules get for a parameter of the gathered bucket, in the bucket's form, without history.
 
-        An ordinary parameter is a view. It does not keep the bucket alive if its memory is taken back.
+        An ordinary parameter is a view. Those of layers that lose their weights after forward are detached, so that
+        they do not keep the bucket alive.
         """
         if bucket.extension is not None:
             assert state.made is not None
@@ -256,7 +261,7 @@ class Parameters:
                 wrapper.retire(tensor, OutdatedParameter.in_wrapper(name))
         self._handed_out_wrapped.clear()
 
-    def lend(self, home: Home, param: Tensor) -> None:
+    def offer_gradient(self, home: Home, param: Tensor) -> None:
         """Let the kernels of a layer write the gradient of a gathered parameter into the packed gradient."""
         if torch.is_grad_enabled():
             self._reducing.written(home.bucket).offer(param, home.index)

@@ -1,9 +1,9 @@
 """Reduces the gradients of buckets as backward completes them.
 
-One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it. Autograd
-runs it when all contributions have arrived, no matter how often and from where the parameters were used, and passes
-None for parameters that were not used. The node packs the gradients, starts the reduction and waits for the previous
-one.
+One autograd node per bucket and outermost forward, ``_Reduce``, stands between the shard and everything computed from
+it. Autograd runs it when all contributions have arrived, no matter how often and from where the parameters were used,
+and passes None for parameters that were not used. The node packs the gradients, starts the reduction and waits for the
+previous one.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Reducing:
         self._accumulate(bucket, result, reduction.used)
 
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
-        if bucket.pending is None or not bucket.pending.kept:  # a deferred gradient is zeros here
+        if bucket.pending is None or not bucket.pending.kept:  # else ``reduced`` is zeros: the gradient is in the sum
             finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
                 self.running.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
@@ -167,7 +167,7 @@ class Reducing:
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's
         hook."""
-        gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
+        gradient = bucket.exchange.cast_and_scale(reduced, bucket.plan.main_dtype)
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hooks_of_parameters.call(hook, gradient)
@@ -228,7 +228,11 @@ class Anchors:
 
 
 class _Reduce(torch.autograd.Function):
-    """Maps a bucket's parameters, which are autograd leaves, to anchors without memory.
+    """Maps a bucket's parameters, which are autograd leaves, to anchors without memory ::
+
+        shards  -- _Reduce -->  anchors, of full shape  -- _Attach -->  gathered views
+
+    ``_Attach`` ignores the anchors' values, and passes gradients on to them. ``_Reduce.backward`` gets all of a bucket.
 
     There is one anchor of full shape per parameter, and one for the packed bucket, ``[numel]`` in the communication
     dtype. The backward receives the bucket's gradients.

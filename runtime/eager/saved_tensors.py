@@ -1,8 +1,8 @@
 """Keeps gathered parameters out of what autograd saves for backward.
 
-A saved tensor that lies in a bucket is packed as (bucket, offset, sizes, strides), and unpacking it in backward gathers
-the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage to zero; code that touches it at the
-wrong time then reads freed memory.)
+A saved tensor that lies in a bucket is packed as (bucket, version, offset, sizes, strides), and unpacking it in
+backward gathers the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage to zero; code that
+touches it at the wrong time then reads freed memory.)
 
 Tensors are packed by hooks, which cost more than anything else here. They are active from the first read of a parameter
 in a module's window to the end of that window, because this is where parameters are used. If a bucket is still
@@ -25,7 +25,8 @@ from .. import compat
 from ..formats import quantize
 from ..memory.bucket import Bucket
 from .context import EagerOwner, StepContext
-from .gathering import ORDINARY, Gathering, Planes
+from .gathered_parameter import ORDINARY
+from .gathering import Gathering, Planes
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ class SavedTensors:
     def hook(self) -> None:
         """Keep gathered parameters out of what autograd saves until the innermost window ends.
 
-        Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is correct, and
-        it is their decision. Our hooks on top would hide tensors from a recomputation that counts them. torch.func.grad
-        allows no hooks: gathered parameters then stay in memory until the backward.
+        Does nothing under hooks of others (checkpointing, offloading), which may keep our tensors: ours on top would
+        hide tensors from a recomputation that counts them. Nor inside of torch.func.grad, which allows no hooks:
+        gathered parameters then stay in memory until the backward.
         """
         if self.hooked_at:
             return
@@ -155,7 +156,7 @@ class SavedTensors:
         has_dtype = tensor.dtype in own
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
-            # that went through hooks for in-place changes, so the version is checked in _unpack.
+            # that went through hooks for in-place changes, so the version is checked in `unpack`.
             return tensor.detach(), tensor._version
         version, size = self._gathering.gathered[bucket].version, tuple(tensor.shape)
         offset = tensor.storage_offset()

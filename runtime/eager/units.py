@@ -1,8 +1,7 @@
-"""Units as the eager path sees them: their buckets, what the user has set for them, and their states."""
+"""Units as the eager path sees them: their buckets, and what the user has set for them."""
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ class EagerUnit:
             parts of the root.
         is_root: Whether the unit is a part of the root.
         buckets: Buckets of the unit.
-        is_module: Whether it is one module of a larger unit, whose modules are gathered one by one.
+        is_module: Whether it is a part of a larger unit, whose modules are gathered one by one.
     """
 
     name: str
@@ -42,7 +41,8 @@ class UnitControl:
     """What the user has set for a unit. None: as the runtime does by itself.
 
     Args:
-        forward_prefetch: Units to start gathering when this unit has been gathered in forward.
+        forward_prefetch: Units to start gathering when this unit has been gathered in forward, if they are not larger
+            than ``prefetch_bytes``.
         backward_prefetch: The same for backward.
         reduced_hook: Called with each reduced gradient of the unit's buckets, ``[shard_numel]`` in the main dtype,
             before it is accumulated. It may change it in place.
@@ -51,25 +51,3 @@ class UnitControl:
     forward_prefetch: tuple[EagerUnit, ...] | None = None
     backward_prefetch: tuple[EagerUnit, ...] | None = None
     reduced_hook: Callable[[Tensor], None] | None = None
-
-
-class UnitState(enum.Enum):
-    """What may happen to the gathered parameters of a unit.
-
-    ===========================  =========  =====================================================================
-    event                        becomes    exceptions
-    ===========================  =========  =====================================================================
-    a window of it opens         IN_USE     of the root's units, only when the model's own window opens
-    all of its windows closed    IDLE       HELD stays
-    some of its windows closed   BEGUN      HELD stays; only for joined units, whose next module may be next
-    another unit is gathered     IN_USE     of IDLE units, which are released; BEGUN ones become IDLE first, unless the
-                                            other is the root's, whose parameters may be read in between
-    unshard()                    HELD       released by nothing but reshard(), or after its next forward
-    reshard(), end of a forward  IN_USE     HELD stays at the end of a forward that has not used it
-    ===========================  =========  =====================================================================
-    """
-
-    IN_USE = "gathered when it is needed, and not to be released"
-    BEGUN = "some of its modules have run"
-    IDLE = "its forward has run: released as soon as another unit is gathered"
-    HELD = "kept gathered by unshard() until its next forward has run"

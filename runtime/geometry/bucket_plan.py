@@ -81,10 +81,10 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "":
-            it is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that
-            gathers itself; see :mod:`.extension`.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see
+            :mod:`..formats.quantize`. "": it is not.
+        form: Form in which modules get what is gathered in float8; see :mod:`..formats.forms`. Or that of a parameter
+            that gathers itself; see :mod:`.extension`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
             it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many

@@ -194,7 +194,7 @@ class Exchange(_Fields):
         """Whether gradients are scaled before they are summed. In float16 the sum might overflow."""
         return self.comm_dtype == torch.float16 and self.scale != 1
 
-    def finish(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast_and_scale(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast and scale a reduced gradient."""
         gradient = reduced.to(dtype)
         return gradient if self.scale == 1 or self.scales_first else gradient * self.scale

@@ -10,9 +10,9 @@ Whether a reduction is due is decided in backward, when the gradients are there.
 ``mfsdp::reduce_if_due`` does this. It finds the bucket's sum by a number that is an argument of the graph, so that one
 graph serves every way of accumulating and every instance of a module.
 
-The ``.grad`` of a parameter whose gradient is deferred is an :class:`UnreducedGradient`. It is not None, so that
-setting it to None means what it always does. Computing with it raises an error that says what to do. A gradient that
-was there before is hidden behind it, and part of the result: by itself it would be read as the whole.
+The ``.grad`` of a parameter whose gradient is deferred is an :class:`.tensor.UnreducedGradient`. It is not None, so
+that setting it to None means what it always does. Computing with it raises an error that says what to do. A gradient
+that was there before is hidden behind it, and part of the result: by itself it would be read as the whole.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ Variations
       the parameter's dtype, and the sum itself is attached to it.
     * ``use_decoupled_grad``: the sum is the parameter's ``.decoupled_grad``, in its own dtype, and ``.grad`` is None.
     * The reduction of the gradient is deferred (:mod:`mfsdp_compile.runtime.memory.deferred_gradients`): ``.grad`` is
-    an
-      :class:`~mfsdp_compile.runtime.memory.tensor.UnreducedGradient`.
+      an :class:`~mfsdp_compile.runtime.memory.tensor.UnreducedGradient`.
 """
 
 from __future__ import annotations
@@ -137,7 +136,9 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
     if not bucket.gradient_waits:  # a deferred gradient is zeros here
         if bucket.plan.offload is not None:
             host.settle(bucket.device)
-        if bucket.pending is None and (unrequested := used & requested.left_out):  # Pending drops them itself
+        if bucket.pending is None and (
+            unrequested := used & requested.left_out
+        ):  # ``defer_unless_due`` drops them from sums
             gradient = gradient.clone()
             views = bucket.views(gradient)
             for index in unrequested:

@@ -8,9 +8,9 @@ that are summed. So there are two planes of one weight, each with all of its ele
     columns     32 neighbors in a column share a scale      gathered in backward
 
 A bucket keeps a shard of each plane, one byte per element and 1/32 byte of scales each, and a gather sends one: the
-bytes are those of ``"mxfp8"``, with the same layout; see :mod:`..quantize`. In the plane of columns, the scales of 32
-rows take the places of the records that hold these rows, so that scales are whole and in order when a bucket has been
-gathered.
+bytes are those of ``"mxfp8"``, with the same layout; see :mod:`..formats.quantize`. In the plane of columns, the scales
+of 32 rows take the places of the records that hold these rows, so that scales are whole and in order when a bucket has
+been gathered.
 
 Shard borders may cut 32 rows. Their scales depend on values of several ranks: each rank enters the scales of its own
 values, and a maximum over ranks, one collective for all buckets, makes them whole. Only what is cut is sent.

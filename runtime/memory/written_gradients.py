@@ -14,7 +14,8 @@ from .comm_buffers import enter_pool, take
 
 
 class WrittenGradients:
-    """What kernels have written for one bucket and one window. Autograd's node of the bucket packs the rest beside it.
+    """What kernels have written for one bucket and one outermost forward. Autograd's node of the bucket packs the rest
+    beside it.
 
     Kernels may write or add. A parameter that is used twice gets memory of its own for the second use, so that both
     come to the same.

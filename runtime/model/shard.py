@@ -75,7 +75,7 @@ class ShardingOptions:
         keeps_transposes: See :class:`~.plan.buckets.BucketPlanner`.
         ignored: Parameters that are not sharded, moved or reduced.
         reshard_after_forward: Function that returns for each unit what its buckets have; see
-            :class:`~.memory.bucket.BucketPlan`.
+            :class:`~..geometry.bucket_plan.BucketPlan`.
         offload: Function that returns for each unit how its buckets are kept in host memory; None: they are not.
     """
 

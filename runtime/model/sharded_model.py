@@ -253,10 +253,10 @@ class ShardedModel:
                     waiting.append(child)
             for name, param in holder._parameters.items():
                 if param is not None and id(param) not in self._known:
-                    assert module is not None
-                    prefix = next(prefix for prefix, m in module.named_modules() if m is holder)
+                    named = {} if module is None else {held: path for path, held in module.named_modules()}
+                    path = ".".join(filter(None, (named.get(holder), name)))
                     raise RuntimeError(
-                        f"Parameter {f'{prefix}.{name}' if prefix else name!r} came after fully_shard_model: it is "
+                        f"Parameter {path!r} came after fully_shard_model: it is "
                         "not sharded and its gradient would not be reduced. Change the model before sharding it."
                     )
 

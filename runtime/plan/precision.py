@@ -301,7 +301,7 @@ class GradientPolicy:
             sum.
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         report_nan: Whether to look for NaN in gradients before they are reduced.
-        keeps_memory: Whether gradients stay at one address; see :class:`~.bucket.BucketPlan`.
+        keeps_memory: Whether gradients stay at one address; see :class:`~..geometry.bucket_plan.BucketPlan`.
     """
 
     scaling: Scaling = Scaling.SUM_THEN_SCALE

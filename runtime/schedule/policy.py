@@ -1,4 +1,4 @@
-"""The policy: the numbers that steer the schedule of a compiled graph."""
+"""The policy: the numbers that steer schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mfsdp_compile.runtime.program_lines import warn
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """The numbers that steer the schedule of a compiled graph.
+    """The numbers that steer the schedules of compiled graphs and of the eager path.
+
+    The eager path follows ``prefetch`` (``"auto"`` is 1), ``prefetch_bytes``, ``reductions_in_flight``,
+    ``reduction_bytes`` and ``keep_last``. What is gathered again for its backward, a bucket's plan says.
 
     If anything is left to the solver (:attr:`is_solved`), the solver schedules gathers and reductions by time and
     memory alone. ``prefetch_bytes``, ``reductions_in_flight`` and ``reduction_bytes`` apply only when the solver is

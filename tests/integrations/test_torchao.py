@@ -328,15 +328,15 @@ def test_no_weight_is_saved() -> None:
 def test_no_weight_outlives_its_unit() -> None:
     model, call, _ = shard(llama())
     eager, gathered = model.sharded.eager, []
-    read = eager.read
+    read = eager.parameters.read
 
-    def record(home: Any) -> Any:
-        param = read(home)
-        if home.bucket in by_torchao(model):
-            gathered.append((home.bucket, weakref.ref(param._data.untyped_storage())))
+    def record(bucket: Any, index: int) -> Any:
+        param = read(bucket, index)
+        if bucket in by_torchao(model):
+            gathered.append((bucket, weakref.ref(param._data.untyped_storage())))
         return param
 
-    eager.read = record
+    eager.parameters.read = record
     loss = loss_of(call, 0)
     last = model.module.layers[-1].attention.out.weight.mfsdp_home.bucket
     assert len({bucket for bucket, _ in gathered}) == 2
