@@ -322,9 +322,8 @@ class Gathering:
         for idle in self.states.take_idle(unit):
             self._end_forward_of(idle, is_last=False)
         state = self.gathered.get(bucket)
-        if (
-            state is None or state.version != bucket.flat._version
-        ):  # else ``start`` would gather what backward has released of it
+        # Otherwise ``start`` would gather buckets of the unit that backward has released.
+        if state is None or state.version != bucket.flat._version:
             self.start(unit)
             state = self.gathered[bucket]
         sends_planes = bucket.quantized_columns is not None and bucket.sends_planes
