@@ -1,5 +1,7 @@
 """Who owns what: references between a sharded model, its parts, its parameters and modules.
 
+[Note: Who keeps what alive]
+
 References go one way, so that the memory of a model is freed with the last reference to it, without Python's garbage
 collector::
 
@@ -9,6 +11,10 @@ collector::
 What points the other way is weak: from a bucket to its model (:class:`Owned`), from a parameter to its bucket
 (:class:`~.memory.bucket.Home`), from anything to a module (:class:`ModuleRef`). What a part needs of its model is a
 protocol beside the part (``BucketOwner``, ``EagerOwner``): parts do not know the model's class.
+
+Autograd's graph is the exception that needs care, because Python's garbage collector does not look into it. Its nodes
+hold buckets weakly (``_Reduce``, :class:`~.memory.gradients.Backward`). What must live until a backward has run is held
+on purpose: the hook that unpacks saved tensors holds the model, and so does a compiled run (``GraphRun``).
 """
 
 from __future__ import annotations

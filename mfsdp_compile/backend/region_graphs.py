@@ -3,6 +3,14 @@
 A region's graphs go through the passes on their own, with buckets that are whole at all times. What the backward needs
 of the operands, it takes as operands again: for gathered parameters, the graph around it decides whether they are kept
 or gathered again.
+
+[Note: Regions and aliasing]
+
+Outputs of a call share memory neither with its inputs nor with one another: Inductor's planner of memory would reuse it
+too early. A unit that returns a tensor that it was given, or several views of one, is no region, and :func:`explain`
+says so. What forward saves for backward would be further outputs: of a view, the call saves what it is a view of, and
+backward takes the view again; an operand is not saved, as the graph around the call has it. The gathered bucket that
+goes in is only read, and its gradient leaves through the anchor, which has no memory.
 """
 
 from __future__ import annotations

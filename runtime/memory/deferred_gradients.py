@@ -1,4 +1,4 @@
-"""Gradients whose reduction is deferred.
+"""Gradients whose reduction is deferred. [Note: Deferred reductions]
 
 Some reductions run once per optimizer step, however many microbatches it has: with ``no_shard`` and ``optim`` the whole
 reduction, with HSDP and HFSDP the one over outer ranks. Until the reduction is due, each bucket's gradients are

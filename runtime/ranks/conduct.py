@@ -27,6 +27,15 @@ from .journal import journal
 from .watchdog import watchdog
 
 
+# [Note: Order of agreement and collective]
+# A collective is announced before it starts, never after. ``Order.start`` compares with other ranks only what is new in
+# this place, over the store, so that ranks that differ raise before any of them has started something that the others
+# would match with something else. Therefore:
+#   * everything that can raise on one rank alone (a user's hook, planning, a check) comes before the announcement;
+#   * between announcement and start nothing may raise, or the count of this rank is one too high;
+#   * a rank that fails reports it at once, and waits for nothing: the others may never arrive.
+
+
 class Announcement(NamedTuple):
     """A collective of the eager path as it is announced at every step; see :meth:`Conduct.announcement`."""
 
