@@ -26,7 +26,6 @@ from .collective_order import STEP, Details, Order, Series, StepPhase, no_detail
 from .journal import journal
 from .watchdog import watchdog
 
-
 # [Note: Order of agreement and collective]
 # A collective is announced before it starts, never after. ``Order.start`` compares with other ranks only what is new in
 # this place, over the store, so that ranks that differ raise before any of them has started something that the others
