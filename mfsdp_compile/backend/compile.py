@@ -32,7 +32,7 @@ from mfsdp_compile.runtime.eager.gathered_parameter import as_gathered
 from mfsdp_compile.runtime.eager.units import EagerUnit
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.bucket import Bucket, Home
-from mfsdp_compile.runtime.model.sharded_model import ShardedModel, models_of
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel, any_exists, models_of
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.step.graph_runs import GraphRun
@@ -62,7 +62,7 @@ def mfsdp(
     shells = find_shells(gm)
     compat.compile_beyond_limit(warn_of_limit)
     if not shells:
-        if not ShardedModel.any_exists():
+        if not any_exists():
             warn(
                 'backend="mfsdp" compiles a model that is not sharded, and this process has no sharded model: every '
                 "rank would train alone. Call fully_shard_model first.",
@@ -142,7 +142,7 @@ def mfsdp(
 
 
 def _dynamo_begins(args: Any) -> None:
-    if not ShardedModel.any_exists():
+    if not any_exists():
         return
     if args.callback_trigger.name == "LAZY_BACKWARD":
         progress.begin("compiling a backward")

@@ -156,10 +156,6 @@ class ShardedModel:
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def any_exists() -> bool:
-        return bool(_models)
-
     @property
     def module(self) -> nn.Module | None:
         """The model's module; None if the program has dropped it."""
@@ -243,7 +239,7 @@ class ShardedModel:
     def check_complete(self) -> None:
         """Raise if the model was given a parameter that is in no bucket: each rank would train it alone."""
         module = self.module
-        waiting = [module] if module is not None else []
+        waiting = [] if module is None else [module]
         seen = set(waiting)
         while waiting:  # at every forward: module.modules() takes four times as long
             holder = waiting.pop()
@@ -256,8 +252,8 @@ class ShardedModel:
                     named = {} if module is None else {held: path for path, held in module.named_modules()}
                     path = ".".join(filter(None, (named.get(holder), name)))
                     raise RuntimeError(
-                        f"Parameter {path!r} came after fully_shard_model: it is "
-                        "not sharded and its gradient would not be reduced. Change the model before sharding it."
+                        f"Parameter {path!r} came after fully_shard_model: it is not sharded and its gradient would "
+                        "not be reduced. Change the model before sharding it."
                     )
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -456,6 +452,11 @@ class ShardedModel:
                 param.grad = None
             else:
                 param.grad.zero_()
+
+
+def any_exists() -> bool:
+    """Whether this process has a sharded model."""
+    return bool(_models)
 
 
 def forget(model: ShardedModel) -> None:
