@@ -36,6 +36,7 @@ __all__ = [
     "inner_tensors",
     "local_shape_and_offset",
     "multiplies_by_rows",
+    "references_of_one_tensor",
     "references_to",
     "renew_mesh",
     "scaled_mm",
@@ -104,6 +105,13 @@ def apart(tensor: Tensor) -> Tensor:
 def references_to(storage: torch.UntypedStorage) -> int:
     """Return the number of tensors and other objects that keep a storage alive, on the C++ side."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def references_of_one_tensor() -> int:
+    """Return what :func:`references_to` returns for the storage of a tensor that nothing else refers to."""
+    memory = torch.empty(0)  # which lives until they are counted
+    return references_to(memory.untyped_storage())
 
 
 class RowShard(Shard):

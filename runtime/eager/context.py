@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .. import compat
@@ -89,3 +91,34 @@ class StepContext(Owned[EagerOwner]):
         except RuntimeError as error:
             self.owner.failed(error)  # in a backward, nothing else catches it
             raise
+
+
+def as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Create gathered parameters as ordinary tensors without history, wherever they are gathered.
+
+    This includes inference mode and the inside of ``torch.func.grad``, ``vmap`` and similar transforms.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.below_function_transforms():
+            if not torch.is_inference_mode_enabled():
+                return function(*args)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
+
+    return wrapped
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide gathers from a user's selective checkpointing, which saves and counts operators.
+
+    Which gathers run in a block depends on what is gathered already.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.outside_selective_checkpoint():
+            return function(*args)
+
+    return wrapped

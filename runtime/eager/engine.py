@@ -49,8 +49,8 @@ from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
 from ..schedule.policy import SchedulePolicy
 from ..step import checks as step_checks
-from .context import EagerOwner, StepContext
-from .gathering import Gathering, unseen
+from .context import EagerOwner, StepContext, unseen
+from .gathering import Gathering
 from .parameters import Parameters
 from .reducing import Reducing, anchor_of_bucket
 from .saved_tensors import SavedTensors

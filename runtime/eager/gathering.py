@@ -14,11 +14,10 @@ Order
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +32,12 @@ from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
 from ..schedule.decisions import gather_by_policy
 from ..schedule.policy import SchedulePolicy
-from .context import StepContext
+from .context import StepContext, as_parameters, unseen
 from .gathered_parameter import refuse_write
 from .units import EagerUnit, UnitControl
+
+_PATIENCE = 500
+"""How many milliseconds an unknown reference to a gathered bucket must last to count, once in the life of a model."""
 
 
 class Planes(enum.Flag):
@@ -59,7 +61,7 @@ class Gathered:
     """The parameters, connected to their shards by autograd; None for those that have been read."""
     apart: dict[tuple[int, bool], tuple[Tensor, int]] = field(default_factory=dict)
     """Parameters with storage of their own, and their versions, by index and whether they train."""
-    references: int = 0  # to the storage, right after the gather
+    references: int = 0  # to the storage, if only this object refers to it
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
     sent: Sent | None = None
@@ -73,39 +75,12 @@ class Gathered:
     def is_used(self) -> bool:
         """Whether anything else refers to the gathered bucket."""
         assert self.full is not None
-        ours = sum(param is not None for param in self.attached) + len(self.apart)
-        return compat.references_to(self.full.untyped_storage()) > self.references + ours
-
-
-def as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Create gathered parameters as ordinary tensors without history, wherever they are gathered.
-
-    This includes inference mode and the inside of ``torch.func.grad``, ``vmap`` and similar transforms.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        with compat.below_function_transforms():
-            if not torch.is_inference_mode_enabled():
-                return function(*args)
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args)
-
-    return wrapped
-
-
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide gathers from a user's selective checkpointing, which saves and counts operators.
-
-    Which gathers run in a block depends on what is gathered already.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        with compat.outside_selective_checkpoint():
-            return function(*args)
-
-    return wrapped
+        most = self.references + sum(param is not None for param in self.attached) + len(self.apart)
+        for _ in range(_PATIENCE):
+            if compat.references_to(self.full.untyped_storage()) <= most:
+                return False
+            time.sleep(0.001)  # gloo's thread may hold the result of a collective for a moment
+        return True
 
 
 class UnitState(enum.Enum):
@@ -348,7 +323,8 @@ class Gathering:
                 state.made = bucket.extension.finish(bucket.plan, state.sent, state.full)
             self.by_storage.update({compat.storage_address(leaf) or 0: bucket for leaf in state.made.leaves})
         state.content = state.full._version
-        state.references = compat.references_to(state.full.untyped_storage())
+        fresh = bucket.references_when_fresh
+        state.references = fresh or compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
             self.by_storage[address] = bucket
         in_backward = compat.backward_id() != -1

@@ -19,9 +19,9 @@ from .. import compat
 from ..formats.forms import Wrapper
 from ..memory.bucket import Bucket, Home
 from ..memory.redistribute import as_real
-from .context import StepContext
+from .context import StepContext, as_parameters, unseen
 from .gathered_parameter import GatheredParameter, as_gathered
-from .gathering import Gathered, Gathering, Planes, as_parameters, unseen
+from .gathering import Gathered, Gathering, Planes
 from .reducing import Reducing
 from .saved_tensors import SavedTensors, check_version
 

@@ -47,7 +47,7 @@ class Allocator:
         addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         self._given = [(given, place) for given, place in self._given if not given.expired()]
         wrong = _difference(memory, numel, dtype, device)
-        if wrong is None and compat.references_to(storage) != _references_of_one_tensor():
+        if wrong is None and compat.references_to(storage) != compat.references_of_one_tensor():
             wrong = "a view of memory that other tensors refer to"
         if wrong is None and any(max(p.start, addresses.start) < min(p.stop, addresses.stop) for _, p in self._given):
             wrong = "memory that overlaps with a buffer it has returned before, which is in use"
@@ -76,8 +76,3 @@ def _difference(memory: Tensor, numel: int, dtype: torch.dtype, device: torch.de
     if memory.data_ptr() % ALIGNMENT:
         return f"memory at an address that is not a multiple of {ALIGNMENT} bytes"
     return None
-
-
-def _references_of_one_tensor() -> int:
-    memory = torch.empty(0)
-    return compat.references_to(memory.untyped_storage())

@@ -15,6 +15,7 @@ shells        full-shape parameters without storage: what Dynamo traces. Never h
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -230,6 +231,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
+        vars(self).pop("references_when_fresh", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1
         self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
@@ -246,6 +248,18 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.pending = DeferredGradient(self, plan.grad_dtype)
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
+
+    @functools.cached_property
+    def references_when_fresh(self) -> int:
+        """The references to the gathered bucket if nothing else refers to it; 0: only counting tells.
+
+        Gloo's thread may hold the result of a collective for a moment after the wait, on some ranks and not on others.
+        The references to fresh memory are therefore known, and not counted.
+        """
+        group, capacity = self.exchange.gather_group, self.exchange.gather_buffers.capacity
+        if not group or capacity or self.plan.is_extension or self.device.type != "cpu":
+            return 0
+        return compat.references_of_one_tensor() if compat.is_real_group(group) else 0
 
     @property
     def frozen(self) -> list[int]:

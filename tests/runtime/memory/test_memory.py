@@ -5,12 +5,14 @@ The process group is fake. gloo would allocate copies of its own, which the sche
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
@@ -202,6 +204,26 @@ def test_parameters_that_other_modules_read(block: type[nn.Module], frozen: bool
     else:
         assert first <= 2 * bucket + ACTIVATIONS
     assert later <= 2 * bucket + ACTIVATIONS
+
+
+@pytest.mark.parametrize("block", [Reader, Taker])
+@on_ranks(2)
+def test_late_references_of_collectives_are_no_use(block: type[nn.Module]) -> None:
+    """Gloo's thread may hold a result for a moment after the wait. Ranks that took it for a use would gather more."""
+    torch.manual_seed(0)
+    model = fully_shard_model(Readers(block), fsdp_unit_modules=[block])
+    eager = model.sharded.eager
+    wait, held = eager.step.wait, []  # type: ignore[var-annotated]
+
+    def held_for_a_moment(started: Tensor) -> Tensor:
+        result = wait(started)
+        held.append([result.view(-1), result.view(-1)])
+        threading.Timer(0.01, held.pop).start()
+        return result
+
+    eager.step.wait = held_for_a_moment  # type: ignore[method-assign]
+    model(torch.randn(1, WIDTH, requires_grad=True)).backward()
+    assert eager.gathering.hooks_everywhere == (block is Taker), block
 
 
 @pytest.mark.usefixtures("fake_world")
