@@ -78,9 +78,11 @@ def mfsdp(
 
     escaped = _escaped(gm)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
-    served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
+    owners = models_of(buckets)
+    steers = chosen.steers_schedule or chosen.contradict(owners)
+    served = not steers and all(owner.eager.is_in_window for owner in owners)
     if not served:
-        chosen = chosen.with_defaults_of(models_of(buckets))
+        chosen = chosen.with_defaults_of(owners)
     refused: dict[str, str] = {}
     with (
         _reporting_errors(buckets),

@@ -105,16 +105,21 @@ class CompileOptions:
         Raises:
             ValueError: Models in one graph have different schedules.
         """
-        policy = models[0].eager.policy
-        if any(model.eager.policy != policy for model in models):
+        if self.schedule.is_solved or self.text is not None:
+            return self
+        names = [name for name in _OF_MODELS if name not in self.given]
+        first, *others = [{name: getattr(model.schedule, name) for name in names} for model in models]
+        if any(other != first for other in others):
             raise ValueError(
                 "Two models in one compiled graph have different schedules (set_schedule). Give them the same one, or "
                 "compile them apart."
             )
-        if policy == SchedulePolicy() or self.schedule.is_solved or self.text is not None:
-            return self
-        names = [name for name in _OF_MODELS if name not in self.given]
-        return replace(self, schedule=replace(self.schedule, **{name: getattr(policy, name) for name in names}))
+        return replace(self, schedule=replace(self.schedule, **first))
+
+    def contradict(self, models: Sequence[ShardedModel]) -> bool:
+        """Whether numbers for the schedule were given that the models, whose eager path serves blocks, do not have."""
+        names = self.given.intersection(_OF_MODELS)
+        return any(getattr(self.schedule, name) != getattr(model.schedule, name) for model in models for name in names)
 
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""

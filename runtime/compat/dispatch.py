@@ -127,6 +127,7 @@ def is_called_by_backward() -> bool:
     for frame in frames():
         package = str(frame.f_globals.get("__package__"))
         if not package.startswith(_RUNTIME) and frame.f_code.co_name not in _OPERATOR_METHODS:
-            by_autograd = frame.f_globals.get("__name__") == "torch.autograd.graph"
+            in_graph = frame.f_globals.get("__name__") == "torch.autograd.graph"
+            by_autograd = in_graph and frame.f_code.co_name == "_engine_run_backward"
             return not (by_autograd or package == "torch.optim" or in_recomputation())
     return False

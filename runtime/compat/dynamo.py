@@ -409,7 +409,8 @@ def module_settings(module: nn.Module) -> CompileSettings | None:
     if isinstance(module, OptimizedModule):
         context = module.dynamo_ctx
     elif module._compiled_call_impl is not None:  # Dynamo keeps it in the closure of what it returns
-        context = inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
+        call = module._compiled_call_impl
+        context = inspect.getclosurevars(call).nonlocals.get("self") if inspect.isfunction(call) else None
     else:
         return None
     if not hasattr(context, "callback"):

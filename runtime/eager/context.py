@@ -65,6 +65,11 @@ class StepContext(Owned[EagerOwner]):
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what runs is captured in a CUDA graph, perhaps by the program, and only a part of a forward."""
+        return self.owner.conduct.is_capturing
+
     def announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
         """Announce a collective of a bucket over ``group``; None: it is skipped this time.
 
@@ -82,6 +87,10 @@ class StepContext(Owned[EagerOwner]):
         except RuntimeError as error:
             self.owner.failed(error)
             raise
+
+    def forget_announcements(self) -> None:
+        """Forget the names of process groups, because these were created again."""
+        self._announced.clear()
 
     def wait(self, started: Tensor) -> Tensor:
         """Return the result of a collective."""

@@ -357,6 +357,7 @@ class EagerRuntime:
         """Copy the runtime for the copy of a model, without the state of a running step."""
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
+        duplicate.step = StepContext([])  # for the model, which may be copied first, and sets the owner
         units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
         EagerRuntime.__init__(duplicate, units, modules, self.policy, self.gathering.overlap)
         duplicate.owner = owner

@@ -321,10 +321,10 @@ class Gathering:
             assert state.sent is not None
             with torch.no_grad():
                 state.made = bucket.extension.finish(bucket.plan, state.sent, state.full)
-            self.by_storage.update({compat.storage_address(leaf) or 0: bucket for leaf in state.made.leaves})
+            addresses = map(compat.storage_address, state.made.leaves)
+            self.by_storage.update({address: bucket for address in addresses if address})
         state.content = state.full._version
-        fresh = bucket.references_when_fresh
-        state.references = fresh or compat.references_to(state.full.untyped_storage())
+        state.references = bucket.references_if_alone(state.full)
         if address := compat.storage_address(state.full):
             self.by_storage[address] = bucket
         in_backward = compat.backward_id() != -1
@@ -519,7 +519,7 @@ class Gathering:
             return
         if bucket.extension is not None:  # its class may send anything
             return
-        if bucket in self._content_checked and state.full.device.type != "cpu":
+        if state.full.device.type != "cpu" and (bucket in self._content_checked or self.step.is_capturing):
             return
         self._content_checked.add(bucket)
         mine = state.full.narrow(0, 0, bucket.plan.layout.numel).view(group.size, -1)[group.rank]

@@ -144,15 +144,16 @@ def as_written(root: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
-def label_module(module: nn.Module, schedules: int = 0) -> None:
+def label_module(module: nn.Module, schedules: int = 0, policy: str = "") -> None:
     """Make a module's bucketing visible to Dynamo's guards.
 
-    The label contains how the module's parameters are bucketed, how the buckets are exchanged, and how often schedules
-    of compiled graphs have been replaced. A different label causes a recompilation.
+    The label contains how the module's parameters are bucketed, how the buckets are exchanged, how often schedules of
+    compiled graphs have been replaced, and the model's policy. A different label causes a recompilation.
     """
     homes: Mapping[str, Home] = vars(module)[_HOMES]
     layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
-    vars(module)[_LAYOUT] = ";".join([*layouts, *([f"schedules {schedules}"] if schedules else [])])
+    also = [f"schedules {schedules}"] if schedules else []
+    vars(module)[_LAYOUT] = ";".join([*layouts, *also, *([policy] if policy else [])])
 
 
 @functools.cache

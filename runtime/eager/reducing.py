@@ -99,6 +99,8 @@ class Reducing:
         self._gathering.release_checked(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
         in_flight = policy.reductions_in_flight * in_a_unit if overlaps else 0
+        if not in_flight:
+            self.finish()
         for _ in range(len(self.running) - in_flight):
             self._take_in()
 

@@ -231,7 +231,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
-        vars(self).pop("references_when_fresh", None)
+        vars(self).pop("_is_gathered_by_gloo", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1
         self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
@@ -250,16 +250,21 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.pending.requested = None  # a failed backward may have left it set
 
     @functools.cached_property
-    def references_when_fresh(self) -> int:
-        """The references to the gathered bucket if nothing else refers to it; 0: only counting tells.
+    def _is_gathered_by_gloo(self) -> bool:
+        group = self.exchange.gather_group
+        return bool(group) and self.device.type == "cpu" and compat.is_real_group(group)
+
+    def references_if_alone(self, full: Tensor) -> int:
+        """Return the references to a bucket that was gathered just now, if nothing else refers to it.
 
         Gloo's thread may hold the result of a collective for a moment after the wait, on some ranks and not on others.
-        The references to fresh memory are therefore known, and not counted.
+        The references to memory that is fresh, or a communication buffer, are therefore known, and not counted.
         """
-        group, capacity = self.exchange.gather_group, self.exchange.gather_buffers.capacity
-        if not group or capacity or self.plan.is_extension or self.device.type != "cpu":
-            return 0
-        return compat.references_of_one_tensor() if compat.is_real_group(group) else 0
+        if not self._is_gathered_by_gloo or self.plan.is_extension:
+            return compat.references_to(full.untyped_storage())
+        if self.exchange.gather_buffers.capacity:
+            return self.owner.comm_buffers.references_if_alone(full)
+        return compat.references_of_one_tensor()
 
     @property
     def frozen(self) -> list[int]:

@@ -17,6 +17,7 @@ fail if one is in use.)
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from collections import Counter
@@ -155,6 +156,13 @@ class BufferPool:
     """How often all buffers of a kind were in use, and fresh memory was used."""
     _buffers: dict[BufferKind, list[_Buffer]] = field(default_factory=dict)
     _turn: dict[BufferKind, int] = field(default_factory=dict)
+
+    def references_if_alone(self, memory: Tensor) -> int:
+        """Return the references to the storage of what :meth:`take` has returned, if nothing else refers to it."""
+        address = memory.untyped_storage().data_ptr()
+        buffers = itertools.chain.from_iterable(self._buffers.values())
+        unused = (buffer.unused for buffer in buffers if buffer.memory.data_ptr() == address)
+        return next((count + 1 for count in unused), compat.references_of_one_tensor())
 
     def take(self, kind: BufferKind, count: int, numel: int) -> Tensor:
         """Return memory ``[numel]`` that nobody uses. Its content is undefined.

@@ -88,6 +88,7 @@ class DeferredGradient:
         """Gradients that parameters had, reduced, before the first of the sum: by index, hidden until it is reduced."""
         number = next(_numbers)
         _buckets[number] = bucket
+        weakref.finalize(self, _buckets.pop, number, None).atexit = False  # a token means this sum, and no later one
         self.token = torch.tensor([number])
         """Tensor that stands for this object in a graph: int64, ``[1]``, on the CPU."""
 

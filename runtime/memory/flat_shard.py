@@ -42,15 +42,17 @@ class FlatRange(NamedTuple):
 
 
 # [Note: Version counters]
-# ``flat._version`` stands for the values of a shard. Whatever is made of them notes it, and is stale when it differs:
-# the resident, the quantized shard, the copy on the device, gathered buckets, portions, and tensors that autograd
-# saved.   * Operators on parameters run below autograd, which increments no version for them: ``tensor.before_write``
-# does, for     every tensor in ``Backing``.
-#   * A flat shard that is a slice of its resident has a version counter of its own (``.data``), because a gather writes
-# to     the resident at any time.
-#   * ``nn.Parameter(view)`` detaches the view from the counter, so ``Bucket._make`` puts the view back.
-#   * A gathered bucket has the opposite use: its own version right after the gather (``Gathered.content``) tells
-# writes. NumPy and ``.data`` of a view write without a trace: ``Gathering._check_content`` compares values.
+#
+# flat._version stands for the values of a shard. Whatever is made of them notes it, and is stale when it differs: the
+# resident, the quantized shard, the copy on the device, gathered buckets, portions, and tensors that autograd saved.
+#
+# - Operators on parameters run below autograd, where no version is incremented: tensor.before_write does that, for each
+#   tensor in the Backing.
+# - A flat shard that is a slice of its resident has a version counter of its own (.data), because gathers write to the
+#   resident at any time.
+# - nn.Parameter(view) detaches the view from the counter, so Bucket._make puts the view back.
+# - Of a gathered bucket, the version right after the gather (Gathered.content) tells writes. NumPy and .data of a view
+#   write without a trace: Gathering._check_content compares values.
 
 
 class FlatShard:

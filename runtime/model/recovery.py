@@ -110,6 +110,7 @@ def reset(model: Recoverable) -> None:
     for name, ranks in closed:
         _reconnect(name, ranks, model.members.agreeing)
     model.members.renew()
+    model.eager.step.forget_announcements()
     model.conduct.failure = None
     model.step_tracker.reset()
     model.conduct.rejoin(model.parameter_names)

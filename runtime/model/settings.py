@@ -23,8 +23,7 @@ def set_schedule(model: ShardedModel, policy: SchedulePolicy) -> None:
     """
     model.refuse_in_step("The schedule was changed")
     model.conduct.agree("set_schedule", [str(policy)])
-    model.eager.policy = policy
-    model.schedule_replaced()
+    model.eager.policy = model.schedule = policy
     model.label_modules()
 
 

@@ -44,6 +44,7 @@ from ..plan.precision import Policies
 from ..ranks.agreement import agree
 from ..ranks.conduct import Conduct
 from ..ranks.journal import journal
+from ..schedule.policy import DEFAULT
 from ..step import checks as step_checks
 from ..step.grad_sync import GradSync, SyncSettings
 from . import first_values, recovery
@@ -77,6 +78,7 @@ class ShardedModel:
             :func:`.first_values.note`.
         awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
+        schedule: The policy that was set for it, which compiled graphs take as default.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
     """
 
@@ -97,6 +99,7 @@ class ShardedModel:
         self.comm_buffers = comm_buffers
         self.registration = registration
         self.eager = eager
+        self.schedule = DEFAULT
         self.members = members
         self.conduct = conduct
         self.precision = precision
@@ -151,7 +154,7 @@ class ShardedModel:
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
         duplicate.compares_values, duplicate.awaits_values = self.compares_values, self.awaits_values
         duplicate.lineage = Lineage(continues=self.lineage.continues, refused=dict(self.lineage.refused))
-        duplicate._schedules_replaced = self._schedules_replaced
+        duplicate._schedules_replaced, duplicate.schedule = self._schedules_replaced, self.schedule
         return duplicate
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -343,7 +346,7 @@ class ShardedModel:
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
         for module in {module for bucket in buckets for _, module, _ in bucket.holders()}:
-            label_module(module, self._schedules_replaced)
+            label_module(module, self._schedules_replaced, str(self.schedule) if self.schedule != DEFAULT else "")
 
     def make_portions(self, size: int) -> None:
         """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.

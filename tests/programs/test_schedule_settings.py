@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model
 from mfsdp_compile.planning import forecast
@@ -182,8 +184,59 @@ def test_schedules_that_are_refused() -> None:
 
 @on_ranks(2)
 def test_copies_keep_the_schedule() -> None:
-    import copy
-
     model, _ = parity.shard(parity.build(deep), EAGER)
     model.set_schedule(prefetch=2)
     assert copy.deepcopy(model).sharded.eager.policy.prefetch == 2
+
+
+@on_ranks(2)
+def test_a_schedule_is_one_models() -> None:
+    """Models of one class share compiled code only if their schedules are the same, and others stay as they are."""
+    models = [built(), built()]
+    models[0].set_schedule(prefetch=3)
+    compiled = [torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER}) for model in models]
+    for _ in range(2):
+        for model, call in zip(models, compiled, strict=True):
+            step(model, call)
+    early, usual = (str(forecast.schedule_of(model)) for model in models)
+    assert early != usual
+    assert [len(model.sharded.compiled_graphs) for model in models] == [1, 1]
+
+
+@on_ranks(2)
+def test_options_of_a_block_go_before_the_models_schedule() -> None:
+    """A block whose options contradict the model gathers by itself; others are served by the eager path."""
+    model = built()
+    model.set_schedule(prefetch=3)
+    expected = step(model)
+    for i, block in enumerate(model.module.blocks):
+        block.compile(backend="mfsdp", options={"inner": AOT_EAGER, "prefetch": 1} if i == 2 else {"inner": AOT_EAGER})
+    assert all(map(torch.equal, step(model), expected))
+    assert not any(event.startswith("gather blocks.2") for event in events(model))  # by its own graph
+
+
+@on_ranks(4)
+def test_no_reductions_in_flight_over_two_dimensions() -> None:
+    """With HSDP a reduction has two stages: neither is left running."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    both = mesh["outer", "inner"]._flatten("both").get_group()
+    dims = {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "hybrid_fsdp_group": both}
+    model = fully_shard_model(parity.build(deep), fsdp_unit_modules=[zoo.Block], device_mesh=mesh, **dims)
+    model.set_schedule(reductions_in_flight=0)
+    reducing = model.sharded.eager.reducing
+    reduce, running = reducing.post_backward, []
+
+    def counted(bucket: Any, *arguments: Any) -> None:
+        reduce(bucket, *arguments)
+        running.append(len(reducing.running))
+
+    reducing.post_backward = counted  # type: ignore[method-assign]
+    step(model)
+    assert set(running) == {0}
+
+
+@on_ranks(2)
+def test_the_eager_path_can_be_copied_alone() -> None:
+    model = built()
+    twin = copy.deepcopy(model.sharded.eager)
+    assert twin.units

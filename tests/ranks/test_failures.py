@@ -257,3 +257,16 @@ def test_a_rank_that_sleeps_and_a_reset(mode: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     step(call, optimizer, data[2])
     assert_trained_by(model, [data[i] for i in (0, 2)], mode)
+
+
+@on_ranks(2, timeout=120)
+def test_what_is_announced_after_a_reset_names_the_new_groups() -> None:
+    """The journal and traces count collectives by the names of process groups."""
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    for _ in range(2):
+        model(parity.batches(1)[0, dist.get_rank()]).backward()
+        model.zero_grad()
+        names = model.sharded.topology.group_names
+        announced = model.sharded.eager.step._announced.values()
+        assert {name for each in announced for _, name in each.launches()} <= {*names}
+        model.reset()
