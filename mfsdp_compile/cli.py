@@ -135,7 +135,7 @@ def _demo(parser: argparse.ArgumentParser) -> Run:
     add("--length", type=_positive, default=128, help="bytes per sequence (default: %(default)s)")
     add("--lr", type=float, default=2e-3, help="of AdamW (default: %(default)s)")
     add("--parity-steps", type=int, default=12, help="steps that one process repeats; 0: none (default: %(default)s)")
-    add("--out", default="demo-out", help="folder for curve, schedule and checkpoints (default: %(default)s)")
+    add("--out", default="demo-out", help="folder for report, losses and checkpoints (default: %(default)s)")
     add("--save-every", type=_positive, default=20, help="steps between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more")
     add("--recalibrate", action="store_true", help="measure this machine again, for predictions (default: once)")

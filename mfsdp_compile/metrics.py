@@ -13,6 +13,7 @@ all-reduce of six numbers per rank, whose result is the only thing that the host
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,9 +69,11 @@ def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     inner = getattr(model, "_orig_mod", model)
     step = _ForwardBackward(inner.module if isinstance(inner, MegatronFSDP) else inner)
     without_values = compat.fake_mode()  # which libraries know, other than the meta device, and read no values of
+    device = next((param.device for param in step.parameters() if not param.is_meta), torch.device("cpu"))
+    fake = functools.partial(_without_values, device=device)
     with without_values:
-        state = {name: _on_meta(value) for name, value in (*step.named_parameters(), *step.named_buffers())}
-        inputs, keywords = compat.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        state = {name: fake(value) for name, value in (*step.named_parameters(), *step.named_buffers())}
+        inputs, keywords = compat.tree_map_only(Tensor, fake, (args, kwargs))
 
     def without_recomputation(formula: Callable[..., int]) -> Callable[..., int]:
         # A backward runs without gradients. What it computes with them is a part of the forward that is run again.
@@ -103,9 +106,9 @@ class _ForwardBackward(nn.Module):
         torch.autograd.backward([each.sum() for each in results if isinstance(each, Tensor) and each.requires_grad])
 
 
-def _on_meta(value: Tensor) -> Tensor:
+def _without_values(value: Tensor, device: torch.device) -> Tensor:
     dtype = torch.float32 if value.is_floating_point() else value.dtype  # one dtype, whichever the model is gathered in
-    return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad and value.is_leaf)
+    return torch.empty(value.shape, dtype=dtype, device=device, requires_grad=value.requires_grad and value.is_leaf)
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -44,33 +46,45 @@ def run_ranks(
     Raises:
         RuntimeError: If a rank raised (the message contains its traceback) or died. The others are stopped.
     """
-    queue = mp.get_context("spawn").SimpleQueue()
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
     store = open_store()
-    given = (work, ranks, store.port, backend, threads, arguments, queue)
-    running = mp.start_processes(_process, given, ranks, join=False, daemon=True, start_method="spawn")
-    assert running is not None  # with join=False
+    processes = [
+        context.Process(
+            target=_process, args=(work, rank, ranks, store.port, backend, threads, arguments, queue), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
     result: Any = None
+    finished = 0
     try:
-        is_over = False
-        while not is_over:
-            is_over = running.join(timeout=0.02)
-            while not queue.empty():
-                is_said, value = queue.get()
-                if is_said:
-                    yield value
-                else:
-                    result = value
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        raise RuntimeError(f"a rank failed:\n{error}") from None
+        while finished < ranks:
+            if queue.empty():
+                dead = [p for p in processes if p.exitcode not in (None, 0)]
+                if dead and queue.empty():
+                    raise RuntimeError(f"a rank died with exit code {dead[0].exitcode}")
+                time.sleep(0.02)
+                continue
+            kind, value = queue.get()
+            if kind == "said":
+                yield value
+            elif kind == "failed":
+                raise RuntimeError(f"a rank failed:\n{value}")
+            else:
+                finished += 1
+                result = value if value is not None else result
     finally:
-        for process in running.processes:
+        for process in processes:
+            process.join(0.5 if process.exitcode is None else None)
             process.kill()
     return result
 
 
 def _process(
-    rank: int,
     work: Callable[..., Any],
+    rank: int,
     ranks: int,
     port: int,
     backend: str,
@@ -79,11 +93,14 @@ def _process(
     queue: Any,
 ) -> None:
     torch.set_num_threads(threads)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    join(backend, rank, ranks, port)
-    result = work(rank, lambda value: queue.put((True, value)), *arguments)
-    if rank == 0:
-        queue.put((False, result))
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        join(backend, rank, ranks, port)
+        result = work(rank, lambda value: queue.put(("said", value)), *arguments)
+        queue.put(("done", result if rank == 0 else None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        queue.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
+        raise SystemExit(1) from None

@@ -46,6 +46,11 @@ _RECORDS = {
 }
 
 
+def _path_of(*parts: Any) -> str:
+    """Stand for a path. Its length is limited: joined with itself again and again, it would double each time."""
+    return "/".join(map(safe_name, parts))
+
+
 class _MetadataUnpickler(InertUnpickler):
     """Builds records of the classes that metadata has.
 
@@ -56,7 +61,7 @@ class _MetadataUnpickler(InertUnpickler):
     known: ClassVar[dict[tuple[str, str], Any]] = {
         **{(module, name): record_of(name) for module, names in _RECORDS.items() for name in names},
         **{
-            (module, name): lambda *parts: "/".join(parts)
+            (module, name): _path_of
             for module in ("pathlib", "pathlib._local")
             for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
         },

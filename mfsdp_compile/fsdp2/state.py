@@ -71,7 +71,7 @@ def states(module: Any, recurse: bool) -> list[ModuleState]:
 def units_of(modules: Sequence[Any]) -> tuple[EagerUnit, ...]:
     modules = [compat.uncompiled(module) for module in modules]
     for module in modules:
-        if REQUEST not in vars(module):
+        if not isinstance(module, nn.Module) or REQUEST not in vars(module):
             raise ValueError(f"Expected modules that fully_shard was called on, got a {type(module).__name__}")
     return tuple(unit for module in modules for unit in state_of(module).units)
 

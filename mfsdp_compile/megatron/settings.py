@@ -95,7 +95,7 @@ class Values:
     """Base class of objects that are equal if their attributes are, and that show all of them."""
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(self) == vars(other)
+        return isinstance(other, type(self)) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -634,3 +634,11 @@ def test_a_conversion_to_a_full_disk(tmp_path: Path) -> None:
         ):
             write()
     assert not list(tmp_path.iterdir())
+
+
+def test_paths_in_metadata_do_not_grow(tmp_path: Path) -> None:
+    """A path that is joined with itself is twice as long, and 30 times are a gigabyte, from 300 bytes of a pickle."""
+    start = b"\x80\x04cpathlib\nPosixPath\nq\x00X\x01\x00\x00\x00aq\x01"
+    (tmp_path / ".metadata").write_bytes(start + b"h\x00h\x01h\x01\x86Rq\x01" * 20 + b".")
+    with pytest.raises(CheckpointError, match="a name has 8,191 characters"):
+        load_metadata(tmp_path / ".metadata")

@@ -193,6 +193,22 @@ def test_attention_counts_without_a_mask() -> None:
     assert model_flops(Attention(), query) == 3 * 2 * 2 * (2 * 4 * 32 * 32 * 16)
 
 
+def test_tensors_that_a_forward_creates() -> None:
+    """Positions and masks, on the model's device."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.place, self.head = nn.Embedding(10, 8), nn.Embedding(16, 8), nn.Linear(8, 10)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            held = self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+            return self.head(torch.ones(tokens.shape[1], tokens.shape[1]).tril() @ held).sum()
+
+    mixing, head = 2 * 2 * 4 * 4 * 8, 2 * 8 * 8 * 10
+    assert model_flops(Positions(), torch.zeros(2, 4, dtype=torch.long)) == 2 * mixing + 3 * head
+
+
 def test_a_model_that_reads_values_cannot_be_counted() -> None:
     with pytest.raises(ValueError, match=r"operations of Small cannot be counted, .* flops_per_token another way"):
         model_flops(Small("reads"), torch.ones(3, 8))
