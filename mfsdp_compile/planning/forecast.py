@@ -36,6 +36,8 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from ..report import PassRow, StepReport, UnitTime, headline, write
 from ..wrapper import unwrapped
 
+__all__ = ["Measurement", "measure", "measuring", "predicted", "report", "schedule_of"]
+
 if TYPE_CHECKING:
     from ..metrics import StepRecord
 
