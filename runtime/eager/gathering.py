@@ -68,6 +68,8 @@ class Gathered:
     """What this rank has sent, if the parameter gathers itself."""
     made: Made | None = None
     """What its class has made of ``full``."""
+    is_kept: bool = False
+    """Whether a forward has left it for its backward, which has not used it yet."""
     is_from_portions: bool = False
     """Whether portions of the gathered bucket were gathered, which are dequantized already."""
 
@@ -243,20 +245,12 @@ class Gathering:
                 self.step.announce("gather", bucket, few, f", portions of {few.size}")
                 with compat.below_autograd():
                     started = compat.all_gather(portion, few.size, few.name)
-        sent = self._prepare(bucket, bucket.extension) if bucket.extension is not None else None
+        sent = _prepare(self.step, bucket, bucket.extension) if bucket.extension is not None else None
         if group is not None and started is None:
             started = self._start_gather(bucket, group, plane, sent)
         self.gathered[bucket] = Gathered(
             unit, started, bucket.flat._version, planes=plane, sent=sent, is_from_portions=is_from_portions
         )
-
-    def _prepare(self, bucket: Bucket, extension: Extension) -> Sent:
-        try:
-            with compat.below_function_transforms(), torch.no_grad():
-                return extension.prepare(bucket.plan, bucket.sites[0][0].module, bucket.topology.mesh)
-        except BaseException as error:
-            self.step.owner.failed(error)  # in a backward, nothing else catches it
-            raise
 
     def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: Sent | None = None) -> Tensor:
         self.step.announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
@@ -286,6 +280,9 @@ class Gathering:
             and state.version == bucket.flat._version
             and (bucket.quantized_columns is None or planes in state.planes or not bucket.sends_planes)
         ):
+            if state.is_kept and compat.backward_id() != -1:
+                state.is_kept = False
+                self._prefetch(state.unit, in_backward=True)
             return state
         return self._gather_now(bucket, planes)
 
@@ -330,12 +327,7 @@ class Gathering:
         in_backward = compat.backward_id() != -1
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
-        following = self._following(unit, in_backward)
-        if in_backward:
-            following = [each for each in following if not self.step.complete.issuperset(each.buckets)]
-        for each in following:
-            if each.gathered_bytes <= self._largest_ahead and each not in self._gathered_by_graphs:
-                self.start(each)
+        following = self._prefetch(unit, in_backward)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
             # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
@@ -357,6 +349,16 @@ class Gathering:
             arranged = [quantize.from_records(found[plane]) for plane in Planes if plane in found]
             state.full = torch.cat(arranged) if len(arranged) > 1 else arranged[0]
         state.planes |= planes
+
+    def _prefetch(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
+        """Start gathering the units that follow on one that is used. Return them."""
+        following = self._following(unit, in_backward)
+        if in_backward:
+            following = [each for each in following if not self.step.complete.issuperset(each.buckets)]
+        for each in following:
+            if each.gathered_bytes <= self._largest_ahead and each not in self._gathered_by_graphs:
+                self.start(each)
+        return following
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -400,12 +402,14 @@ class Gathering:
         keep_last = keep_last and self.policy.keep_last
         for unit in self.units:
             self._end_forward_of(unit, keep_last and unit is self.last_read)
+        for state in self.gathered.values():
+            state.is_kept = True
         self.states.end_forward()
         if self._order:
             self._learn(self._order)
         for bucket in written:
             self.release_bucket(bucket)
-            self._refuse_writes(bucket)
+            _refuse_writes(self.step, bucket)
 
     def end_backward(self) -> None:
         """Release everything."""
@@ -472,7 +476,7 @@ class Gathering:
         if state is None:
             return
         if (self.step.depth > 0 or (compat.backward_id() != -1)) and self._is_written(state):
-            self._refuse_writes(bucket)
+            _refuse_writes(self.step, bucket)
         if self.step.depth > 0 and state.version == bucket.flat._version:
             self._check_content(bucket, state)
 
@@ -500,14 +504,6 @@ class Gathering:
         is_written = state.full is not None and state.full._version != state.content
         return is_written or any(param._version != version for param, version in state.apart.values())
 
-    def _refuse_writes(self, bucket: Bucket) -> None:
-        try:
-            refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
-        except RuntimeError as error:
-            if compat.backward_id() != -1:  # nothing else catches it
-                self.step.owner.failed(error)
-            raise
-
     def _check_content(self, bucket: Bucket, state: Gathered) -> None:
         """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
 
@@ -524,7 +520,7 @@ class Gathering:
         self._content_checked.add(bucket)
         mine = state.full.narrow(0, 0, bucket.plan.layout.numel).view(group.size, -1)[group.rank]
         if not compat.equal_bits(mine, bucket.own_part(columns=state.planes is Planes.COLUMNS)):
-            self._refuse_writes(bucket)
+            _refuse_writes(self.step, bucket)
 
     # -- what the user controls ---------------------------------------------------------------------------------------
 
@@ -556,3 +552,21 @@ class Gathering:
         for unit in units:
             self.states.use(unit)
             self._release(unit)
+
+
+def _prepare(step: StepContext, bucket: Bucket, extension: Extension) -> Sent:
+    try:
+        with compat.below_function_transforms(), torch.no_grad():
+            return extension.prepare(bucket.plan, bucket.sites[0][0].module, bucket.topology.mesh)
+    except BaseException as error:
+        step.owner.failed(error)  # in a backward, nothing else catches it
+        raise
+
+
+def _refuse_writes(step: StepContext, bucket: Bucket) -> None:
+    try:
+        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+    except RuntimeError as error:
+        if compat.backward_id() != -1:  # nothing else catches it
+            step.owner.failed(error)
+        raise

@@ -91,6 +91,22 @@ def test_units_are_gathered_as_early_as_the_schedule_says(compiles_blocks: bool)
     assert ahead(events(model)) == [1] * LAYERS
 
 
+@pytest.mark.parametrize("keep_last", [True, False])
+@on_ranks(2)
+def test_units_are_gathered_early_in_backward(keep_last: bool) -> None:
+    """Also behind the unit that forward has left: the first gather of a backward is hidden, too."""
+    model = built()
+    model.set_schedule(prefetch=2, keep_last=keep_last)
+    expected = step(model)
+    found = events(model)
+    backward = found[found.index(f"run blocks.{LAYERS - 1}") + 1 :]
+    for i in range(LAYERS):
+        reduced = backward[: backward.index(f"reduce blocks.{i}")]
+        started = [event for event in reduced if event.startswith("gather")]
+        assert len(started) == min(LAYERS, LAYERS - i + 2), (i, backward)
+    assert all(map(torch.equal, step(model), expected))
+
+
 @pytest.mark.parametrize("compiles_blocks", [False, True], ids=["eager", "by block"])
 @on_ranks(2)
 def test_reductions_are_awaited_as_late_as_the_schedule_says(compiles_blocks: bool) -> None:
