@@ -15,7 +15,7 @@ from parity import AOT_EAGER, EAGER
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from mfsdp_compile import MegatronFSDP, fully_shard_model
+from mfsdp_compile import MegatronFSDP, fsdp2, fully_shard_model
 from mfsdp_compile.planning import forecast
 
 LAYERS = 5
@@ -256,3 +256,18 @@ def test_the_eager_path_can_be_copied_alone() -> None:
     model = built()
     twin = copy.deepcopy(model.sharded.eager)
     assert twin.units
+
+
+@on_ranks(2)
+def test_fsdp2s_setting_is_for_eager_code() -> None:
+    """It is each rank's own: graphs, which ranks compare, do not depend on it."""
+    model = parity.build(deep)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    model.set_reduce_scatter_max_input_buffers(3)
+    compiled = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
+    compiled(parity.batches(1)[0, dist.get_rank()]).backward()
+    sharded = model._mfsdp_window.owner
+    assert sharded.eager.policy.reductions_in_flight == 3
+    assert [record.context.policy.reductions_in_flight for record in sharded.compiled_graphs] == [1]
