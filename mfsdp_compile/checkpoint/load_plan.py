@@ -70,9 +70,8 @@ class LoadPlan:
         self._stored = reader.metadata.state_dict_metadata
         self._extra_states: dict[str, Any] = {}  # by name in the module
         self._not_in_place: dict[str, str] = {}  # name in the module -> stored key: for load_state_dict
-        self._twins: list[
-            tuple[str, str, str, Any]
-        ] = []  # two names of one parameter, stored key of the second, target
+        # Two names of one parameter, stored key of the second, target.
+        self._twins: list[tuple[str, str, str, Any]] = []
         self._module = model.module
         self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
         self._steps: dict[str, Tensor] = {}  # parameter's name -> its steps, where the checkpoint counts them by group

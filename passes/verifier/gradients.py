@@ -107,7 +107,7 @@ def reduced_complete(found: Analysis, contract: Contract | None) -> Findings:
                 source = contract.inputs[lost.bit_length() - 1] if contract is not None else ""
                 yield f"{gradient.name} does not depend on {source} any more", reduction.pack, bucket, name
             elif was.name in names and was.name not in {gradient.name, *gradient.made_of}:
-                yield f"{gradient.name} is packed in the place of {was.name}", reduction.pack, bucket, name
+                yield f"{gradient.name} is packed where {was.name} belongs", reduction.pack, bucket, name
 
 
 def scaled_right(found: Analysis, contract: Contract | None) -> Findings:

@@ -153,7 +153,7 @@ def _outputs(found: Analysis, contract: Contract) -> Findings:
         elif position not in returned and (now.name is None) != (was.name is None):
             yield f"output {position} is {now.name}; it was {was.name}", node, bucket
         elif position not in returned and now.name != was.name and (was.name in names or bucket is not None):
-            yield f"{now.name} is returned in the place of {was.name}", node, bucket
+            yield f"{now.name} is returned where {was.name} belongs", node, bucket
         elif now.value and was.value and not _same_value(now.value, was.value):
             yield f"output {position} is {now.value}; it was {was.value}", node, bucket
 

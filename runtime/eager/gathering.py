@@ -97,8 +97,7 @@ class UnitState(enum.Enum):
     another unit is gathered     ON_DEMAND  of IDLE units, which are released; BEGUN ones become IDLE first, unless the
                                             other is the root's, whose parameters may be read in between
     unshard()                    HELD       released by reshard(), or after its next forward. A backward releases the
-    memory,
-                                            and the next read gathers again, on all ranks
+                                            memory, and the next read gathers again, on all ranks
     reshard(), end of a forward  ON_DEMAND  HELD stays at the end of a forward that has not used it
     ===========================  =========  =====================================================================
     """
@@ -234,11 +233,8 @@ class Gathering:
         if (stays and bucket.is_stale) or (bucket.quantized is not None and bucket.is_quantized_stale):
             self.step.owner.refresh()
         started, is_from_portions = None, False
-        if (
-            group is not None
-            and (compat.backward_id() != -1)
-            and (kept := self._portions.pop(bucket, None)) is not None
-        ):
+        in_backward = compat.backward_id() != -1
+        if group is not None and in_backward and (kept := self._portions.pop(bucket, None)) is not None:
             portion, version = kept
             if is_from_portions := version == bucket.flat._version:
                 few = bucket.topology.portions[bucket.plan.portions]
@@ -475,7 +471,7 @@ class Gathering:
         self.release_bucket(bucket)
         if state is None:
             return
-        if (self.step.depth > 0 or (compat.backward_id() != -1)) and self._is_written(state):
+        if (self.step.depth > 0 or compat.backward_id() != -1) and self._is_written(state):
             _refuse_writes(self.step, bucket)
         if self.step.depth > 0 and state.version == bucket.flat._version:
             self._check_content(bucket, state)

@@ -6,11 +6,9 @@ costs the same as a plan for 8, and every rank computes the same layout without 
 Words
     bucket      one flat tensor of ``world_size * shard_numel`` elements
     slot        the place of one parameter in its bucket
-    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row. If rows
-    of
-                a stack of matrices (experts ``[E, H, F]``) would take too much padding, one index of its first
-                dimensions
-                together: E * H rows of F elements, so that a shard may begin and end inside an expert
+    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row.
+                If rows of a stack of matrices (experts ``[E, H, F]``) would take too much padding, one index of its
+                first dimensions together: E * H rows of F elements, so that a shard may begin and end inside an expert
     shard       a rank's slice ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the bucket
 
 Invariants, checked when a layout is constructed

@@ -43,6 +43,19 @@ def step(model: MegatronFSDP, call: Callable[..., Any] | None = None) -> list[to
     return gradients
 
 
+def reductions_running(model: MegatronFSDP) -> list[int]:
+    """Return a list that grows: how many reductions run after each unit's backward."""
+    reducing = model.sharded.eager.reducing
+    reduce, running = reducing.post_backward, []
+
+    def counted(bucket: Any, *arguments: Any) -> None:
+        reduce(bucket, *arguments)
+        running.append(len(reducing.running))
+
+    reducing.post_backward = counted  # type: ignore[method-assign]
+    return running
+
+
 def events(model: MegatronFSDP) -> list[str]:
     """Return what one step does with the blocks: gathers and reductions that start, and forwards of blocks."""
     found: list[str] = []
@@ -112,14 +125,7 @@ def test_units_are_gathered_early_in_backward(keep_last: bool) -> None:
 def test_reductions_are_awaited_as_late_as_the_schedule_says(compiles_blocks: bool) -> None:
     model = built(compiles_blocks)
     expected = step(model)
-    reducing = model.sharded.eager.reducing
-    reduce, running = reducing.post_backward, []
-
-    def counted(bucket: Any, *arguments: Any) -> None:
-        reduce(bucket, *arguments)
-        running.append(len(reducing.running))
-
-    reducing.post_backward = counted  # type: ignore[method-assign]
+    running = reductions_running(model)
     size = max(bucket.plan.gathered_bytes for bucket in model.sharded.buckets)
     for settings, most in (
         ({}, 1),
@@ -239,14 +245,7 @@ def test_no_reductions_in_flight_over_two_dimensions() -> None:
     dims = {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "hybrid_fsdp_group": both}
     model = fully_shard_model(parity.build(deep), fsdp_unit_modules=[zoo.Block], device_mesh=mesh, **dims)
     model.set_schedule(reductions_in_flight=0)
-    reducing = model.sharded.eager.reducing
-    reduce, running = reducing.post_backward, []
-
-    def counted(bucket: Any, *arguments: Any) -> None:
-        reduce(bucket, *arguments)
-        running.append(len(reducing.running))
-
-    reducing.post_backward = counted  # type: ignore[method-assign]
+    running = reductions_running(model)
     step(model)
     assert set(running) == {0}
 
