@@ -27,6 +27,7 @@ class Part:
         limit: Seconds until it is ended.
         result: JSON file that the command writes into the folder of results.
         note: Text for the table, from the content of that file.
+        measures: Nothing else may run meanwhile.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Part:
     limit: float
     result: str = ""
     note: Reader | None = None
+    measures: bool = True
 
 
 UNPROVEN = [
@@ -49,7 +51,7 @@ UNPROVEN = [
     (
         "NCCL: its kernels, communicators, registration of buffers",
         "gloo on real ranks, late; the order of calls is checked",
-        "tests: groups, scaler, streams, checkpoint",
+        "one rank's numbers on 2: settings",
     ),
     (
         "streams and CUDA's allocator",
@@ -80,13 +82,17 @@ def one_gpu(fake: bool) -> list[Part]:
         _tests("products and gathers in float8", "test_gpu_fp8.py"),
         _tests("Transformer Engine", "test_gpu_te.py"),
         _tests("generated code", "test_gpu.py", CODE),
+        _across(2, "settings"),
         _tests("groups, scaler, streams, checkpoint", "test_gpu_state.py"),
         _tests("CUDA graphs", "test_gpu_graphs.py"),
-        _tests("memory and time", "test_gpu.py", PREDICTED),
+        _tests("memory and time", "test_gpu.py", PREDICTED, measures=True),
         _calibrate(1),
         _prediction(1),
-        _bench("step time", "step_time", 150, _steps, *alone, *four, *whole),
-        # What other machines have shown in part
+        _bench("step time", "step_time", 150, _steps, *alone, *_of(fake, *COMPARED[:5]), *whole),
+        # What other machines have shown in part. Two and four ranks share the GPU
+        *(_across(2, f"models:{first}/3") for first in range(3)),
+        _across(4, "strategies"),
+        _across(2, "groups", "failures"),
         _bench("memory, 8 simulated ranks", "memory", 120, _peaks, *of_8, *four, *small),
         _tests("optimizers, synchronization, the rest", "test_gpu.py", (*FIRST, *CODE, *PREDICTED), others=True),
         _overlap(1),
@@ -104,13 +110,7 @@ def many_gpus(ranks: int, fake: bool) -> list[Part]:
     every, systems = ("--ranks", str(ranks)), _of(fake, *COMPARED)
     return [
         _environment(),
-        Part(
-            f"one rank's numbers on {ranks}",
-            (*_torchrun(ranks), "across_ranks", "{out}/across_ranks.json"),
-            200,
-            "across_ranks.json",
-            lambda found: f"{len(found['passed'])} right, {len(found['failed'])} wrong",
-        ),
+        _across(ranks, "models", "strategies", "settings", "groups", "failures"),
         _calibrate(ranks),
         _bench("step time", "step_time", 200, _steps, *every, *systems, *small),
         _prediction(ranks),
@@ -145,12 +145,27 @@ def _environment() -> Part:
     return Part("environment", ("-m", "facts", "{out}/environment.json"), 90, "environment.json", _facts)
 
 
-def _tests(name: str, file: str, words: Sequence[str] = (), others: bool = False) -> Part:
+def _across(ranks: int, *sets: str) -> Part:
+    """Return rows of ``across_ranks.py``."""
+    rows = ", ".join(sets)
+    result = f"across_{ranks}_{''.join(c if c.isalnum() else '_' for c in rows)}.json"
+    return Part(
+        f"one rank's numbers on {ranks}: {rows}",
+        (*_torchrun(ranks), "across_ranks", f"{{out}}/{result}", *sets),
+        240,
+        result,
+        lambda found: f"{len(found['passed'])} right, {len(found['failed'])} wrong",
+        measures=False,
+    )
+
+
+def _tests(name: str, file: str, words: Sequence[str] = (), others: bool = False, measures: bool = False) -> Part:
     """Return the tests of a file whose names have one of some words, or the others."""
     chosen = " or ".join(words)
     selection = ("-k", f"not ({chosen})" if others else chosen) if words else ()
     how = ("-q", "-p", "no:cacheprovider", "--assert=plain", "--confcutdir", str(ROOT / "tests/gpu"), "--tb=short")
-    return Part(f"tests: {name}", ("-m", "pytest", *how, str(ROOT / "tests/gpu" / file), *selection), 150)
+    command = ("-m", "pytest", *how, str(ROOT / "tests/gpu" / file), *selection)
+    return Part(f"tests: {name}", command, 240, measures=measures)
 
 
 def _calibrate(ranks: int) -> Part:

@@ -26,11 +26,17 @@ def llama(small: bool) -> tuple[LlamaConfig, int, int]:
 def run(work: Callable[[int, torch.device], dict[str, Any]]) -> None:
     """Run ``work(rank, device)`` on this rank, alone or under torchrun, and write the result of rank 0 to ``argv[1]``.
 
+    Ranks share GPUs if there are fewer. NCCL refuses two ranks of one host on one GPU; with a name of its own for each
+    rank's host, it takes them for hosts that a network connects, and its kernels send through sockets.
+
     A result that has ``"failed"``, a list of messages that is not empty, makes the program exit with status 1.
     """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", rank)
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > gpus:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": "4"}
     if "WORLD_SIZE" in os.environ:
         # With device_id, NCCL splits the default communicator for other groups, which needs all of its ranks.
         dist.init_process_group("nccl", device_id=None if FAKE else device)

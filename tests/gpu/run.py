@@ -4,7 +4,8 @@
     make gpu RANKS=8            a node: NCCL, one rank per GPU
     python tests/gpu/run.py --only training overlap
 
-Nothing is installed and no network is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU,
+Parts that measure nothing run first, several at once; the others then run alone. Nothing is installed and no network
+is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU,
 the same parts run on fake GPUs, quickly, and nothing that they print is a measurement. A part that fails, crashes or
 hangs does not stop the others. The exit status is 1 if a part failed or ran into its limit.
 """
@@ -16,12 +17,15 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -82,15 +86,27 @@ def main(given: Sequence[str] | None = None) -> int:
             return 2
     if fake:
         print(LABEL, flush=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # parts that crash leave no core files
     deadline = time.monotonic() + options.seconds
-    outcomes = []
+    outcomes: dict[int, Outcome] = {}
+
+    def one(number: int) -> None:
+        print(f"[{number + 1}/{len(chosen)}] {chosen[number].name} ...", flush=True)
+        made = run(chosen[number], number + 1, out, environment, deadline - time.monotonic())
+        with writing:
+            outcomes[number] = made
+            print(f"    {made.name}: {made.outcome} after {made.seconds:.0f} s: {made.note}", flush=True)
+            write(out, fake, ranks, [outcomes[key] for key in sorted(outcomes)])
+
+    writing = threading.Lock()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(one, (number for number, part in enumerate(chosen) if not part.measures)))
     for number, part in enumerate(chosen):
-        print(f"[{number + 1}/{len(chosen)}] {part.name} ...", flush=True)
-        outcomes.append(run(part, number + 1, out, environment, deadline - time.monotonic()))
-        print(f"    {outcomes[-1].outcome} after {outcomes[-1].seconds:.0f} s: {outcomes[-1].note}", flush=True)
-        write(out, fake, ranks, outcomes)
-    show(outcomes, fake, out)
-    return 1 if any(outcome.outcome in BAD for outcome in outcomes) else 0
+        if part.measures:
+            one(number)
+    found = [outcomes[key] for key in sorted(outcomes)]
+    show(found, fake, out, time.monotonic() - deadline + options.seconds)
+    return 1 if any(outcome.outcome in BAD for outcome in found) else 0
 
 
 def _parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -98,6 +114,12 @@ def _parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="a node: one rank per GPU (default: the parts for one GPU)")
     parser.add_argument("--out", default="gpu-results", help="folder of results (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts with one of these in their names")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="parts that run at once, of those that measure nothing (default: half of the cores, %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=IN_ALL, help="for all parts (default: %(default)s)")
     parser.add_argument("--fake", action="store_true", help="fake GPUs even where there are real ones")
     parser.add_argument("--parts", help="a JSON file of other parts, to test this program with")
@@ -129,6 +151,7 @@ def _environment(out: Path, ranks: int, fake: bool) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # several parts compile at once
     }
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         environment.pop(name, None)
@@ -161,7 +184,6 @@ def run(part: Part, number: int, out: Path, environment: Mapping[str, str], left
             stdout=written,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_no_core_files,
         )
         try:
             code: int | None = process.wait(limit)
@@ -187,17 +209,14 @@ def _judge(part: Part, code: int | None, limit: float, result: Any, log: str) ->
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             return "failed", f"{part.result} is not what was expected: {error!r}"
     if code != 0:
-        lines = [line for line in log.splitlines() if line.strip()]
-        return "failed", note or f"exit status {code}: {lines[-1].strip() if lines else 'no output'}"
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return "failed", note or f"exit status {code}: {(errors[:1] or lines[-1:] or ['no output'])[0]}"
     if part.result and result is None:
         return "failed", f"wrote no {part.result}"
     if note and "pytest" in part.command and "passed" not in note:
         return "skipped", note
     return ("slower" if parts.slower_by(result) > parts.SLOWER else "passed"), note
-
-
-def _no_core_files() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _end(process: subprocess.Popen[Any], grace: float) -> None:
@@ -264,11 +283,11 @@ def write(out: Path, fake: bool, ranks: int, outcomes: Sequence[Outcome]) -> Non
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
-def show(outcomes: Sequence[Outcome], fake: bool, out: Path) -> None:
+def show(outcomes: Sequence[Outcome], fake: bool, out: Path, seconds: float) -> None:
     """Print the table."""
     counts = {kind: sum(o.outcome == kind for o in outcomes) for kind in ("passed", "slower", "skipped", *BAD)}
     verdict = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    end = f"{verdict}; {sum(o.seconds for o in outcomes):.0f} s in all; results, logs and summary.json in {out}"
+    end = f"{verdict}; {seconds:.0f} s in all; results, logs and summary.json in {out}"
     try:
         from rich.console import Console
         from rich.table import Table
