@@ -37,17 +37,17 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
             model: nn.Module = Llama(config.model).to(device)
             sharded = fully_shard_model(model, fsdp_unit_modules=[Block], check_values=False)
             optimizer = torch.optim.AdamW(groups(sharded), lr=1e-4, **settings)
-            steps[f"{how}, {kind}"] = sharded, fully_shard_optimizer(optimizer, flat=kind == "flat").step
+            steps[f"{how}, {kind}"] = sharded, fully_shard_optimizer(optimizer, flat=kind == "flat")
         model = Llama(config.model).to(device)
-        steps[f"{how}, one process"] = model, torch.optim.AdamW(groups(model), lr=1e-4, **settings).step
+        steps[f"{how}, one process"] = model, torch.optim.AdamW(groups(model), lr=1e-4, **settings)
     for model, _ in steps.values():
         model(torch.zeros(1, 8, dtype=torch.long, device=device)).float().square().mean().backward()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(config.rounds + 2):
-        for name, (_, step) in steps.items():
+        for name, (_, optimizer) in steps.items():
             synchronize(config, device)
             begun = time.perf_counter()
-            step()
+            optimizer.step()
             synchronize(config, device)
             times[name].append(time.perf_counter() - begun)
     return {name: {"seconds": values[2:]} for name, values in times.items()}

@@ -310,6 +310,9 @@ def new_group(
     backend = dist.Backend(backend or default_backend)
     _groups_made[ranks] += 1
     name = hashlib.sha1(repr((ranks, _groups_made[ranks])).encode(), usedforsecurity=False).hexdigest()
+    timeout = timeout or _default_timeout(backend)
+    if options is not None:
+        options._timeout = timeout  # torch warns if the two differ
     device = default.bound_device_id
     # With a device, torch would split the default group's NCCL communicator, which is a collective of all its ranks.
     default.bound_device_id = None
@@ -322,7 +325,7 @@ def new_group(
             store,
             f"mfsdp_{name}",
             backend_options=options,
-            timeout=timeout or _default_timeout(backend),
+            timeout=timeout,
             device_id=device,
             group_desc=_OWN,
         )

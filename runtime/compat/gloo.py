@@ -16,32 +16,50 @@ import torch.distributed as dist
 from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.distributed.distributed_c10d import _world
 
+from . import nccl
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = ["break_connections", "broken_groups", "is_of_gloo", "is_timeout", "on_failed_waits", "reconnect"]
+__all__ = [
+    "break_connections",
+    "broken_groups",
+    "is_of_gloo",
+    "is_of_nccl",
+    "is_timeout",
+    "on_failed_waits",
+    "reconnect",
+]
 
 
-def break_connections(group: dist.ProcessGroup) -> None:
-    """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
+def break_connections(*groups: dist.ProcessGroup) -> None:
+    """Make every wait for other ranks in these process groups fail at once, on this rank and on the others.
 
-    The group cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does nothing),
-    but it notices closed connections. The group's store holds the addresses that its ranks published for each other.
-    They identify which of the process's connections belong to the group.
+    The groups cannot be used any more, until :func:`reconnect`. Gloo cannot abort a wait (its ``abort()`` does
+    nothing), but it notices closed connections. A group's store holds the addresses that its ranks published for each
+    other. They identify which of the process's connections belong to the group.
     """
-    _broken.add(group)
-    store = _store_of(group)
-    for device in group._device_types:
-        backend = group._get_backend(device)
-        if backend.name() == "gloo":
-            _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
-        else:
-            backend.abort()
+    others = []
+    for group in groups:
+        _broken.add(group)
+        with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # the group or its store is gone
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                if backend.name() == "gloo":
+                    store = another_connection(_store_of(group))
+                    _close_connections(store, f"{device.type}/", dist.get_rank(group), group.size())
+                else:
+                    others.append(backend)
+    nccl.abort(others)
 
 
 def is_of_gloo(error: RuntimeError) -> bool:
     """Whether gloo has raised an error: a connection was closed, or another rank did not come."""
     return "/gloo/" in str(error).partition("]")[0]
+
+
+def is_of_nccl(error: BaseException) -> bool:
+    """Whether NCCL has raised an error, or its communicator was aborted."""
+    return isinstance(error, RuntimeError) and "NCCL" in str(error).partition("\n")[0]
 
 
 def is_timeout(error: RuntimeError) -> bool:

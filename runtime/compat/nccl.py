@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from .distributed import nccl_class, process_group
 
 __all__ = [
+    "abort",
+    "allocates",
     "allocator_settings",
     "cuda_driver_version",
     "deregister_memory",
@@ -50,6 +53,15 @@ def supports_symmetric_memory() -> bool:
     return torch.cuda.nccl.version() >= (2, 27)
 
 
+def allocates(backend: Any) -> bool:
+    """Whether torch allocates memory with NCCL: only where the driver supports multicast (NVLink switches)."""
+    try:
+        backend.mem_allocator  # noqa: B018  # raises where torch does not
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def memory_pool(backend: Any) -> Iterator[Any]:
     """Context in which CUDA memory is allocated by NCCL, in a new pool, which it returns."""
@@ -65,6 +77,24 @@ def register_memory(backend: Any, pool: Any, symmetric: bool) -> None:
 
 def deregister_memory(backend: Any, pool: Any) -> None:
     backend.deregister_mem_pool(pool)
+
+
+def abort(backends: Sequence[Any]) -> None:
+    """Abort communicators, all at once.
+
+    While NCCL aborts one, it frees memory, and CUDA then waits for the kernels of all others: one after the other, they
+    would wait for each other until torch gives up.
+    """
+    threads = [threading.Thread(target=_abort, args=(backend,), daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the group's timeout has passed
+        backend.abort()
 
 
 def warm_up(group: str, device: torch.device) -> None:

@@ -227,7 +227,8 @@ def _by_columns(values: Tensor, size: int) -> Iterator[Tensor]:
 
 def scales_of(largest: Tensor, limit: float = LARGEST) -> Tensor:
     """Return the scales that map these largest absolute values to ``limit``. Blocks of zeros have scale 1."""
-    scales = largest / limit
+    # Not `largest / limit`: CUDA's kernel multiplies by the reciprocal of a number, which rounds otherwise.
+    scales = largest / largest.new_full((), limit)
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
@@ -394,7 +395,7 @@ def quantize_nvfp4(values: Tensor, parts: Iterable[tuple[int, Sequence[int], Ten
     of_matrices = torch.ones_like(largest)
     for its, scales in _of_blocks(of_matrices, parts):
         its.copy_(scales.expand_as(its))
-    scales = (largest / _FP4_LARGEST / of_matrices).to(DTYPE)
+    scales = (largest / largest.new_full((), _FP4_LARGEST) / of_matrices).to(DTYPE)
     # In blocks with scale 0, these are NaN and infinite. Both are sent, and are 0 once they are multiplied by the
     # scale.
     magnitudes = blocks.abs() / (scales.float() * of_matrices).unsqueeze(-1)

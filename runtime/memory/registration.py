@@ -38,6 +38,21 @@ def kinds_of(buckets: Iterable[Bucket]) -> dict[BufferKind, int]:
     return found
 
 
+def check_allocator(groups: Iterable[str], device: torch.device) -> None:
+    """Raise if NCCL runs one of these groups, and torch does not allocate memory with it.
+
+    Raises:
+        RuntimeError: Buffers that NCCL allocates are then impossible on this machine.
+    """
+    backends = (compat.nccl_backend(group, device) for group in groups)
+    if any(backend is not None and not compat.allocates(backend) for backend in backends):
+        raise RuntimeError(
+            "nccl_ub=True needs memory that NCCL allocates. Torch offers it only where the driver supports multicast, "
+            f"which NVLink switches do, and {torch.cuda.get_device_name(device)} on this machine has none. Leave "
+            "nccl_ub out; fsdp_double_buffer=True has the same buffers in torch's memory."
+        )
+
+
 class Registration:
     """The registration of one model's buffers.
 

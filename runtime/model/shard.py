@@ -27,7 +27,7 @@ from ..memory import pickled as pickled  # registers how tensors at rest are pic
 from ..memory.allocation import Allocate, Allocator
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import BufferPolicy, BufferPool
-from ..memory.registration import Registration
+from ..memory.registration import Registration, check_allocator
 from ..owner import ModuleRef, stop_ignoring
 from ..plan import communicators
 from ..plan.buckets import BucketPlanner
@@ -128,6 +128,8 @@ def shard_model(
         members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
     communicators.check_zero_cta(topology, every, options.communication)
     members.make_communicators(options.communication, options.overlap)
+    if options.registers != "never":
+        check_allocator(members.group_names, device)
     conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
 
     # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.

@@ -44,6 +44,7 @@ from ..plan.precision import Policies
 from ..ranks.agreement import agree
 from ..ranks.conduct import Conduct
 from ..ranks.journal import journal
+from ..ranks.watchdog import watchdog
 from ..schedule.policy import DEFAULT
 from ..step import checks as step_checks
 from ..step.grad_sync import GradSync, SyncSettings
@@ -314,6 +315,8 @@ class ShardedModel:
         if self.conduct.failure is None:
             self.conduct.fail(error)
             journal.write(f"{self.conduct.failure}: {error}")
+        if compat.is_of_nccl(error):
+            watchdog.explain(error)  # type: ignore[arg-type]
 
     # -- code that Dynamo has compiled --------------------------------------------------------------------------------
 

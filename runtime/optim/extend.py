@@ -198,10 +198,14 @@ def extend(
 
 def _bound(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return a method of an optimizer that is set on it, but does not keep it alive, and its state with it."""
-    reference = weakref.ref(optimizer)
+    reference, name = weakref.ref(optimizer), getattr(function, "__name__", "a method").removeprefix("extended_")
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        return function(reference(), *args, **kwargs)
+        if (found := reference()) is None:
+            raise ReferenceError(
+                f"{name}() of an optimizer that was deleted. Keep the optimizer, not its method alone."
+            )
+        return function(found, *args, **kwargs)
 
     bound = inspect.signature(function)
     method.__signature__ = bound.replace(parameters=[*bound.parameters.values()][1:])  # type: ignore[attr-defined]

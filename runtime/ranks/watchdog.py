@@ -36,6 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -457,11 +458,27 @@ class Watchdog:
         """End the wait of this rank."""
         order.stalled = text
         _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
+        self._meet_before_abort(order)
         with self._lock:
-            models = self._live().get(order, [])
-            for name in more.union(*(model.communicators for model in models)):
-                with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # group or store is gone
-                    compat.break_connections(compat.process_group(name))
+            groups = []
+            for name in more.union(*(model.communicators for model in self._live().get(order, []))):
+                with contextlib.suppress(RuntimeError, ValueError, KeyError):  # it was destroyed
+                    groups.append(compat.process_group(name))
+            compat.break_connections(*groups)
+
+    def _meet_before_abort(self, order: Order) -> None:
+        """On NCCL, wait until all ranks that live are about to abort their communicators.
+
+        A rank whose peer aborts long before has an error of NCCL's, at which torch ends the process, unless
+        ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0.
+        """
+        with contextlib.suppress(RuntimeError, KeyError, OSError):  # a group, a rank or the store is gone
+            if compat.nccl_options(compat.process_group(order.group)) is None:
+                return
+            prefix = key_of(order.group, f"aborts/{order.epoch}")
+            self._connection().set(f"{prefix}/{dist.get_rank()}", "")
+            keys = [f"{prefix}/{rank}" for rank in compat.known_groups()[order.group]]
+            self._connection().wait(keys, timedelta(seconds=LONGEST + 2 * TICK))
 
     # -- what is watched ----------------------------------------------------------------------------------------------
 

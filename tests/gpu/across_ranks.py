@@ -10,6 +10,7 @@ order. ``groups`` and ``failures`` come last, because a failure there hangs.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -27,13 +28,14 @@ import torch
 import torch.distributed as dist
 import zoo
 from failing import Failing
-from gpu_models import FAKE, MODES, same_bits
+from gpu_models import MODES, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model
 from mfsdp_compile.distributed_index import hybrid_arguments
+from mfsdp_compile.runtime import compat
 
 ON_CPU = {"SparseGradients"}
 """Models left out: NCCL reduces no sparse tensor, and the reference needs one."""
@@ -70,11 +72,13 @@ def check(rank: int, device: torch.device) -> dict[str, Any]:
     failed: list[str] = []
     for name, work in (row for chosen in sys.argv[2:] or list(SETS) for row in _rows(chosen, device)):
         begun = time.monotonic()
+        faulthandler.dump_traceback_later(4 * SECONDS, exit=False)  # where it hangs
         try:
             work()
             error = ""
         except Exception:
             error = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         wrong = torch.tensor(int(bool(error)), device=device)
         dist.all_reduce(wrong)
         if error or wrong:
@@ -114,8 +118,13 @@ def _strategies(device: torch.device) -> Iterator[Row]:
 
 
 def _settings(device: torch.device) -> Iterator[Row]:
+    backend = compat.nccl_backend(dist.group.WORLD.group_name, device)
+    registers = backend is not None and compat.allocates(backend)
     for name, arguments in SETTINGS.items():
-        yield name, functools.partial(_unchanged, arguments, device)
+        if "nccl_ub" not in arguments or registers:
+            yield name, functools.partial(_unchanged, arguments, device)
+    if backend is not None and not registers:
+        yield "registered buffers, which this machine cannot have", functools.partial(_refused, device)
     for name, policy in PRECISIONS.items():
         yield name, functools.partial(_both_ways, policy, device)
     yield "FSDP2 beside its face", functools.partial(_beside_fsdp2, device)
@@ -173,6 +182,12 @@ def _unchanged(arguments: dict[str, Any], device: torch.device) -> None:
         parity.assert_bitwise(plain, run)
     for run in runs[2:]:
         parity.assert_close(run, plain)
+
+
+def _refused(device: torch.device) -> None:
+    """Ask for registered buffers where torch has no memory of NCCL's."""
+    with parity.raises_everywhere(RuntimeError, "nccl_ub=True needs memory that NCCL allocates"):
+        fully_shard_model(zoo.Plain().to(device), fsdp_unit_modules=[zoo.Block], nccl_ub=True)
 
 
 def _both_ways(policy: MixedPrecisionPolicy, device: torch.device) -> None:
@@ -291,6 +306,4 @@ def _one_fails(mode: str, device: torch.device) -> None:
 if __name__ == "__main__":
     import programs
 
-    if FAKE:
-        SETTINGS = {name: each for name, each in SETTINGS.items() if "nccl_ub" not in each}
     programs.run(check)

@@ -57,12 +57,16 @@ def sharded(
 def same_bits() -> Iterator[None]:
     """Context in which kernels give the same bits twice: attention by plain products, no atomic additions.
 
-    What has no such kernel warns.
+    What has no such kernel warns. Code that Inductor compiles there draws the numbers that eager code draws, and takes
+    no configuration because it was faster.
     """
+    import torch._inductor.config as inductor_config
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    settings = {"fallback_random": True, "deterministic": True}
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), inductor_config.patch(settings):
             yield
     finally:
         torch.use_deterministic_algorithms(before)

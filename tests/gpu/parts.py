@@ -163,7 +163,7 @@ def _tests(name: str, file: str, words: Sequence[str] = (), others: bool = False
     """Return the tests of a file whose names have one of some words, or the others."""
     chosen = " or ".join(words)
     selection = ("-k", f"not ({chosen})" if others else chosen) if words else ()
-    how = ("-q", "-p", "no:cacheprovider", "--assert=plain", "--confcutdir", str(ROOT / "tests/gpu"), "--tb=short")
+    how = ("-q", "-p", "no:cacheprovider", "--confcutdir", str(ROOT / "tests/gpu"), "--tb=short")
     command = ("-m", "pytest", *how, str(ROOT / "tests/gpu" / file), *selection)
     return Part(f"tests: {name}", command, 240, measures=measures)
 

@@ -45,7 +45,7 @@ def run(work: Callable[[int, torch.device], dict[str, Any]]) -> None:
     result = work(rank, device)
     if rank == 0 and len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(result, indent=1))
-    dist.barrier()
+    dist.barrier(device_ids=[device.index] if not FAKE else None)
     dist.destroy_process_group()
     for message in result.get("failed", ()):
         print(f"rank {rank}: {message}", flush=True)

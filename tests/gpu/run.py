@@ -157,6 +157,7 @@ def _environment(out: Path, ranks: int, fake: bool) -> dict[str, str]:
         environment.pop(name, None)
     if fake:
         environment |= {"MFSDP_FAKE_GPUS": str(ranks), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["PYTEST_ADDOPTS"] = "--assert=plain"  # else pytest reads the sources, instead of fake_gpu.py
     return environment
 
 

@@ -112,13 +112,15 @@ def test_peak_memory(mode: str) -> None:
 @pytest.mark.skipif(FAKE, reason="FAKE GPU: other tests look at Inductor's code for CPUs")
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize("float32_gradients", [False, True])
-def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> None:
+@pytest.mark.parametrize("regions", [False, True])
+def test_generated_code_computes_gradients_in_place(float32_gradients: bool, regions: bool) -> None:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import run_and_get_code
 
     reduced_in = torch.float32 if float32_gradients else torch.bfloat16
-    model, call = sharded("inductor", torch.bfloat16, reduced_in, float32_gradients=float32_gradients)
+    options = {"float32_gradients": float32_gradients, "regions": regions}
+    model, call = sharded("inductor", torch.bfloat16, reduced_in, **options)
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         _, (forward, backward) = run_and_get_code(lambda: call(*tokens()).backward())
     alias = r"(\w+) = reinterpret_tensor\((\w+), \((\d+), (\d+)\), \(\d+, 1\), (\d+)\)  # alias"
@@ -126,7 +128,9 @@ def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> 
     kernel = "mm_dtype" if float32_gradients else "mm"
     outs = re.findall(rf"extern_kernels\.{kernel}\(.*out=(\w+)\)", backward)
     matrices = sum(len(slot.shape) == 2 for b in model.sharded.buckets for slot in b.plan.layout.slots)
-    assert sum(out in parts for out in outs) >= matrices - 1  # all but the embedding's gradient
+    blocks = 1 if regions else CONFIG.layers  # a region's code is there once
+    own = (matrices - 2) // CONFIG.layers * blocks
+    assert sum(out in parts for out in outs) == own + 1  # and the head's; the embedding's is no product
     assert forward.count("all_gather_into_tensor.default(") == len(model.sharded.buckets)
 
 

@@ -53,7 +53,7 @@ WORDS = (
         r"(_fake_gpu.is_on_gpu(\1) \2 False)",
     ),
     (re.compile(r"\b(\w+)\.device == device\b"), r"_fake_gpu.is_on(\1, device)"),
-    (re.compile(r"\b(\w+)\.is_pinned\(\)"), r"_fake_gpu.is_pinned(\1)"),
+    (re.compile(r"\b(\w[\w.]*)\.is_pinned\(\)"), r"_fake_gpu.is_pinned(\1)"),
     (re.compile(r"([\"'])cuda\1"), '"cpu"'),
     (re.compile(r"([\"'])nccl\1"), '"gloo"'),
     (re.compile(r"\btorch\.device\("), "_fake_gpu.device("),
@@ -61,7 +61,10 @@ WORDS = (
     (re.compile(r"\btorch\._C\._cuda_clearCublasWorkspaces\b"), "_fake_gpu.cuda.synchronize"),
     (re.compile(r"\.cuda\(\)"), ".cpu()"),
     (re.compile(r"\.pin_memory\(\)"), ".clone()"),
-    (re.compile(r"\bpin_memory=(True|pins and device\.type == \"cpu\")"), r"pin_memory=_fake_gpu.pins(\1)"),
+    (
+        re.compile(r"\bpin_memory=(True|pins(?! and)|pins and device\.type == \"cpu\")"),
+        r"pin_memory=_fake_gpu.pins(\1)",
+    ),
     (re.compile(r"(\w+)\.record_stream\("), r"_fake_gpu.record_stream(\1, "),
 )
 
@@ -294,6 +297,10 @@ class cuda:
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
         pass
+
+    @staticmethod
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return {}
 
     @staticmethod
     def memory_allocated(device: Any = None) -> int:
