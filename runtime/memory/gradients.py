@@ -127,8 +127,6 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
         return requested.nothing
     if bucket is None:
         refuse_dropped()
-    if torch.is_grad_enabled():
-        refuse_double_backward()
     used = backward.used
     tell_counting_hooks(bucket, requested.added - used)
     if requested.returned:

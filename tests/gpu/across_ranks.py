@@ -62,7 +62,7 @@ PRECISIONS = {
     "bfloat16, reduced in float32": MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=torch.float32),
     "gathers in float8": MixedPrecisionPolicy(param_dtype=BF16, param_comm_dtype=E4M3),
 }
-SECONDS = 10.0
+SECONDS = 40.0
 """Timeout of the process group that is made to fail."""
 Row = tuple[str, Callable[[], None]]
 
@@ -72,7 +72,7 @@ def check(rank: int, device: torch.device) -> dict[str, Any]:
     failed: list[str] = []
     for name, work in (row for chosen in sys.argv[2:] or list(SETS) for row in _rows(chosen, device)):
         begun = time.monotonic()
-        faulthandler.dump_traceback_later(4 * SECONDS, exit=False)  # where it hangs
+        faulthandler.dump_traceback_later(SECONDS, exit=False)  # where it hangs
         try:
             work()
             error = ""
@@ -292,7 +292,7 @@ def _one_fails(mode: str, device: torch.device) -> None:
             raise AssertionError("no error")
         finally:
             Failing.where = -1
-        assert time.monotonic() - begun < 6 * SECONDS
+        assert time.monotonic() - begun < SECONDS
         assert all(map(torch.equal, before, values(model)))
         model.reset()
         step(call, optimizer, data[2])

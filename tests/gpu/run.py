@@ -5,9 +5,10 @@
     python tests/gpu/run.py --only training overlap
 
 Parts that measure nothing run first, several at once; the others then run alone. Nothing is installed and no network
-is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU,
-the same parts run on fake GPUs, quickly, and nothing that they print is a measurement. A part that fails, crashes or
-hangs does not stop the others. The exit status is 1 if a part failed or ran into its limit.
+is needed: torch, numpy, rich and pytest must be there. Where torch finds no GPU, the same parts run on fake GPUs,
+quickly, and nothing that they print is a measurement. A part that fails, crashes or hangs does not stop the others.
+Without its folder ``cache``, the folder of results is small. The exit status is 1 if a part failed or ran into its
+limit.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ IN_ALL = 600.0
 """Seconds for all parts together."""
 GRACE = 3.0
 """Seconds in which a part that is ended writes where it was."""
+SHOWN = 30
+"""Lines of a log that are printed."""
 BAD = ("failed", "too long")
 
 
@@ -105,6 +108,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if part.measures:
             one(number)
     found = [outcomes[key] for key in sorted(outcomes)]
+    for outcome in found:
+        show_end(outcome, out)
     show(found, fake, out, time.monotonic() - deadline + options.seconds)
     return 1 if any(outcome.outcome in BAD for outcome in found) else 0
 
@@ -151,6 +156,7 @@ def _environment(out: Path, ranks: int, fake: bool) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        "MFSDP_GPU_HARDWARE": str(out / "hardware.json"),
         "TORCHINDUCTOR_COMPILE_THREADS": "4",  # several parts compile at once
     }
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -282,6 +288,16 @@ def write(out: Path, fake: bool, ranks: int, outcomes: Sequence[Outcome]) -> Non
     }
     summary = {"about": about, "parts": [asdict(outcome) for outcome in outcomes]}
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
+
+
+def show_end(outcome: Outcome, out: Path) -> None:
+    """Print the end of the log of a part that measured something or went wrong.
+
+    What is printed is then enough, where the folder of results is lost with the machine.
+    """
+    if outcome.log and (outcome.result is not None or outcome.outcome in BAD):
+        lines = (out / outcome.log).read_text(errors="replace").splitlines()
+        print(f"\n-- {outcome.name}: {outcome.outcome}", *(line[:300] for line in lines[-SHOWN:]), sep="\n")
 
 
 def show(outcomes: Sequence[Outcome], fake: bool, out: Path, seconds: float) -> None:

@@ -599,6 +599,34 @@ def test_without_nccl_nothing_is_registered() -> None:
         fully_shard_model(nn.Linear(2, 2), nccl_ub=True, average_in_collective=True)
 
 
+@on_ranks(2)
+def test_memory_that_torch_does_not_have() -> None:
+    """Without multicast, torch refuses to allocate with NCCL. So does sharding, which leaves the model as it was."""
+
+    class Refusing(_Nccl):
+        @property
+        def mem_allocator(self) -> str:
+            raise RuntimeError("NCCL mem allocator is not supported in this NCCL version")
+
+        @mem_allocator.setter
+        def mem_allocator(self, value: str) -> None: ...
+
+    model = parity.build(zoo.Plain)
+    with (
+        on_nccl() as log,
+        mock.patch.object(compat, "nccl_backend", lambda group, device: Refusing(group, log)),
+        mock.patch("torch.cuda.get_device_name", return_value="NVIDIA A10"),
+        pytest.raises(
+            RuntimeError, match=r"supports multicast, which NVLink switches do, and NVIDIA A10.*Leave nccl_ub"
+        ),
+    ):
+        fully_shard_model(model, fsdp_unit_modules=[zoo.Block], nccl_ub=True)
+    assert not log
+    sharded, call = parity.shard(model, EAGER, sharding=DOUBLE)
+    call(torch.randn(6, 8)).backward()
+    assert sharded.sharded.comm_buffers.addresses
+
+
 def test_torch_registers_pools_as_it_is_called_here() -> None:
     """The stand-in above has the signatures of torch's class, where torch has it: in builds for CUDA."""
     kind = getattr(dist, "ProcessGroupNCCL", None)

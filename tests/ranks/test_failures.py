@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 
 
 def everywhere(mine: float) -> list[float]:
@@ -84,6 +87,29 @@ def test_one_ranks_forward_raises(mode: str, strategy: str, where: int) -> None:
     step(call, optimizer, data[3])
 
     assert_trained_by(model, [data[i] for i in (0, 2, 3)], mode, zero_dp_strategy=strategy)
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_abort_communicators_of_nccl_together() -> None:
+    """As far as it can be seen on gloo: the first waits for the second, and an error of NCCL's is explained."""
+    data = parity.batches(1)[:, dist.get_rank()]
+    model, call, optimizer = make(EAGER)
+    step(call, optimizer, data[0])
+    sharded = model.sharded
+    order = sharded.conduct.order
+    dist.barrier()
+    begun = time.monotonic()
+    with mock.patch.object(compat, "nccl_options", return_value=object()):
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        watchdog._meet_before_abort(order)
+    assert 0.9 < time.monotonic() - begun < 5
+    order.stalled = "Rank 1 did something else."
+    with raises_everywhere(RuntimeError, "wait forever", "Rank 1 did something else."):
+        sharded.failed(RuntimeError("NCCL communicator was aborted on rank 0."))
+    sharded.failed(RuntimeError("something else"))
+    model.reset()
+    step(call, optimizer, data[0])
 
 
 @pytest.mark.long_unless("*-eager")

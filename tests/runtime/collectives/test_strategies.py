@@ -67,6 +67,22 @@ def test_table(strategy: str, mode: str, scaling: str) -> None:
     assert not [cell for cell in found if cell.wrong]
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_sums_that_are_reduced_twice_between_steps(mode: str) -> None:
+    """What was reduced once is in ``.grad``, and in no later sum: two reductions of two microbatches each."""
+    data = torch.randn(4, dist.get_world_size(), 3, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for ends in ((1, 3), (0, 1, 2, 3)):
+        model, call = make("optim", mode, sync_model_each_microbatch=False)
+        for number, micro in enumerate(data):
+            model.is_last_microbatch = number in ends
+            call(micro[dist.get_rank()]).backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)  # the same four microbatches, added in another order
+
+
 # -- compiled against eager, strategies against each other ------------------------------------------------------------
 
 

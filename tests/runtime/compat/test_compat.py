@@ -960,6 +960,27 @@ def test_a_wait_can_be_ended_from_another_thread() -> None:
     assert len(os.listdir("/dev/fd")) <= files + 1  # one connection to the store, until it is garbage-collected
 
 
+def test_communicators_are_aborted_at_once() -> None:
+    """NCCL ends an abort when kernels of other communicators have ended: the next abort must not wait for the first."""
+    all_begun = threading.Barrier(3)
+
+    class Backend:
+        ended = False
+
+        def abort(self) -> None:
+            all_begun.wait(10)
+            self.ended = True
+
+    class Late(Backend):
+        def abort(self) -> None:
+            super().abort()
+            raise RuntimeError("Future for ProcessGroup abort timed out")
+
+    backends = [Backend(), Late(), Backend()]
+    compat.abort(backends)
+    assert all(backend.ended for backend in backends)
+
+
 @on_ranks(2, timeout=60)
 def test_a_group_is_connected_again() -> None:
     """A group keeps its identity, and can be closed and connected again four times."""

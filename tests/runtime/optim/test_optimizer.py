@@ -326,6 +326,13 @@ def test_loaded_state_is_a_copy(fake_world: int) -> None:
     assert torch.equal(whole, torch.ones(8, 4))
 
 
+def test_a_method_does_not_outlive_its_optimizer(fake_world: int) -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    step = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step
+    with pytest.raises(ReferenceError, match=r"step\(\) of an optimizer that was deleted"):
+        step()
+
+
 def test_state_dicts_of_other_parameters_are_refused(fake_world: int) -> None:
     model = fully_shard_model(nn.Linear(4, 8))
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
