@@ -143,6 +143,7 @@ def mfsdp(
     return run_served if served else run
 
 
+@torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
 def _dynamo_begins(args: Any) -> None:
     if not any_exists():
         return
@@ -153,6 +154,7 @@ def _dynamo_begins(args: Any) -> None:
         progress.step("Dynamo")
 
 
+@torch.compiler.disable
 def _dynamo_ends(_: Any) -> None:
     progress.end()
 

@@ -44,7 +44,7 @@ from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 
 from .first_use import Pending, sharded, wait
 from .module import FSDPModule
-from .request import REQUEST, Request, check_bool, check_modules, check_placements
+from .request import REQUEST, Request, check_bool, check_mesh, check_modules, check_placements
 from .sharding import shard
 from .state import METHODS, units_of
 
@@ -101,7 +101,7 @@ def fully_shard(
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
         check_values: Whether the values of parameters must be equal on all ranks, as FSDP2 assumes. They are compared
             before the first forward, except for parameters that have been overwritten by then, as by
-            ``load_state_dict``.
+            ``load_state_dict``. With HSDP, replicas compare the rows that they hold then.
 
     Returns:
         ``module``. Its class is a subclass of :class:`FSDPModule` and of its class.
@@ -114,6 +114,7 @@ def fully_shard(
     modules = tuple(compat.uncompiled(each) for each in given)
     check_modules(modules)
     check_bool("check_values", check_values)
+    check_mesh(mesh, dp_mesh_dims is not None)
     check_placements(modules, shard_placement_fn)
     offload_of(offload_policy, "fully_shard(offload_policy)")
     request = Request(

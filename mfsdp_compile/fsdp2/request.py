@@ -83,13 +83,19 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def check_mesh(mesh: DeviceMesh | None, has_dims: bool) -> None:
+    if mesh is None or has_dims or mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None):
+        return
+    raise ValueError(f"fully_shard takes a mesh of one dimension, or of two with names, got {mesh}")
+
+
 def check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Parameter], Any] | None) -> None:
     if placement is None:
         return
     for module in modules:
         for name, param in _whole_parameters(module):
             chosen = placement(param)
-            if chosen is not None and not (isinstance(chosen, Shard) and chosen.dim == 0):
+            if chosen is not None and not (isinstance(chosen, Shard) and chosen.dim in (0, -param.ndim)):
                 raise NotImplementedError(
                     f"shard_placement_fn asks for {chosen} for parameter {name!r}: rows (dimension 0) are divided, "
                     "unevenly if need be. For experts on a mesh of their own use "

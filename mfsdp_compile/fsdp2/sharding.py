@@ -121,9 +121,8 @@ def _mesh(request: Request) -> dict[str, Any]:
     if request.dims is None:
         if mesh.ndim == 1:
             return {"device_mesh": mesh}
-        if mesh.ndim != 2 or mesh.mesh_dim_names is None:
-            raise ValueError(f"fully_shard takes a mesh of one dimension, or of two with names, got {mesh}")
-        (outer, shard) = mesh.mesh_dim_names
+        assert mesh.mesh_dim_names is not None  # check_mesh
+        outer, shard = mesh.mesh_dim_names
     else:
         shard, outer = (_flattened(mesh, names) for names in request.dims)
     if shard is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from .. import compat
 from ..geometry.partition import local_part
+from ..geometry.topology import Topology
 from ..memory.bucket import Bucket
 from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..ranks import compared
+from ..ranks.agreement import agree
 from ..ranks.digests import value_digest
 
 
@@ -24,23 +28,52 @@ def note(params: Iterable[nn.Parameter]) -> None:
             vars(param)[NOTED_VALUE] = value_digest(local_part(param))
 
 
-def noted(buckets: Sequence[Bucket]) -> list[str]:
-    """Return what was noted, one line per parameter, for ranks to compare."""
+def compare(group: dist.ProcessGroup, topology: Topology, buckets: Sequence[Bucket]) -> None:
+    """Raise RuntimeError on every rank of ``group`` if parameters differ between ranks.
+
+    Ranks that share parameters compare what was noted. Replicas (HSDP) may have been given values one from another
+    since, in ways that no note shows. So they compare the rows that they hold now, and not what was noted.
+    """
+    if topology.outer is None:
+        agree(group, "fully_shard", lambda: _noted(buckets))
+        return
+    inner, outer = (
+        dist.get_process_group_ranks(compat.process_group(each.name)) for each in (topology.inner, topology.outer)
+    )
+    agree(group, "fully_shard", list, within=lambda: (inner, _noted(buckets)))
+    agree(group, "fully_shard", list, within=lambda: (outer, _held(buckets)))
+
+
+def _noted(buckets: Sequence[Bucket]) -> list[str]:
+    """Return what was noted, one line per parameter."""
     return [
-        compared.line(f"values of {name}", digest)
+        _line(name, digest)
         for bucket in buckets
         for name, digest in sorted(bucket.params[0].backing.noted.items())
     ]
 
 
+@torch.no_grad()
+def _held(buckets: Sequence[Bucket]) -> list[str]:
+    """Describe the rows that this rank holds, one line per parameter."""
+    return [_line(name, value_digest(rows)) for name, rows in _shards(buckets)]
+
+
+def _line(name: str, digest: str) -> str:
+    return compared.line(f"values of {name}", digest)
+
+
+def _shards(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of parameters, with this rank's rows."""
+    for bucket in buckets:
+        for split, param in zip(bucket.splits, bucket.params, strict=True):
+            yield split.name, local_part(param)
+
+
+@torch.no_grad()
 def refuse_missing(buckets: Sequence[Bucket]) -> list[str]:
     """Return nothing. Raise RuntimeError if parameters are as they came from the meta device."""
-    shards = [
-        (split.name, param.detach().to_local())
-        for bucket in buckets
-        for split, param in zip(bucket.splits, bucket.params, strict=True)
-    ]
-    missing = [name for name, shard in shards if shard.numel() and shard.to(torch.float32).isnan().all()]
+    missing = [name for name, rows in _shards(buckets) if rows.numel() and rows.to(torch.float32).isnan().all()]
     if missing:
         names = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
         raise RuntimeError(

@@ -298,7 +298,7 @@ class ShardedModel:
                 recovery.recover(self)
             self.grad_sync.forget_backward()
             if self.compares_values:
-                agree(self.group, "fully_shard", lambda: first_values.noted(self.buckets))
+                first_values.compare(self.group, self.topology, self.buckets)
                 self.compares_values = False
             if self.awaits_values:
                 agree(

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from mfsdp_compile import fsdp2, fully_shard_model
 from mfsdp_compile.fsdp2.request import owners
@@ -255,6 +255,56 @@ def test_values_that_differ() -> None:
     made(check_values=False)(torch.ones(2, 8))
     with pytest.raises(ValueError, match="check_values takes True or False"):
         fsdp2.fully_shard(mlp(), check_values=1)
+
+
+@on_ranks(2, timeout=60)
+def test_replicas_are_given_values() -> None:
+    """Replicas compare what they hold at the first forward, whatever they had before and however they got it."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def program(api: Any, gives: bool = True, seeds: bool = True, overwrites: bool = True) -> Results:
+        torch.manual_seed(dist.get_rank() if seeds else 0)
+        model = mlp()
+        for module in (model[0], model):
+            api.fully_shard(module, mesh=mesh)
+        for param in model.parameters():
+            if dist.get_rank() and overwrites:
+                param.detach().fill_(1337)
+            if gives:
+                dist.broadcast(param.to_local(), src=0)
+        return steps(model, mine(6, 8))
+
+    same(program)
+    same(lambda api: program(api, seeds=False))
+    for how in ({}, {"seeds": False}, {"overwrites": False}):
+        with pytest.raises(RuntimeError, match=r"differs from rank 0.*values of 0\.weight.*check_values=False"):
+            program(fsdp2, gives=False, **how)
+
+
+@on_ranks(2)
+def test_a_first_forward_in_a_transform() -> None:
+    """``torch.func`` wraps tensors that the checks before the first forward read."""
+
+    def program(api: Any) -> Results:
+        with torch.device("meta"):
+            model = api.fully_shard(nn.Linear(8, 6))
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        value, derivative = torch.func.jvp(lambda x: model(x), (mine(3, 8),), (torch.ones(3, 8),))
+        return [value, derivative]
+
+    same(program)
+
+
+@on_ranks(2)
+def test_rows_over_the_mesh_of_all_ranks() -> None:
+    """The mesh is torch's, without names; rows may be asked for by a negative number."""
+    model = fsdp2.fully_shard(mlp(), shard_placement_fn=lambda param: Shard(-param.ndim))
+    for param in model.parameters():
+        assert isinstance(param, DTensor) and param.placements == (Shard(0),)
+        assert param.device_mesh == init_device_mesh("cpu", (2,))
 
 
 # -- inference mode ---------------------------------------------------------------------------------------------------

@@ -147,6 +147,29 @@ def test_bucket_is_released_when_compiled_code_has_read_it() -> None:
 
 
 @on_ranks(2, timeout=60)
+def test_a_step_is_compiled_with_its_backward() -> None:
+    """Dynamo is at work while ``backward()`` compiles the graph: it would compile what is called then."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).sin().mean()
+        loss.backward()
+        return loss
+
+    losses = []
+    for backend in (None, "mfsdp"):
+        torch.manual_seed(0)
+        model = fully_shard_model(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)), fsdp_unit_modules=[nn.Linear])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = torch.compile(step, backend=backend, options={"inner": "aot_eager"}) if backend else step
+        losses.append([])
+        for _ in range(3):
+            losses[-1].append(run(model, torch.ones(2, SIZE)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2, timeout=60)
 def test_compiled_code_may_not_write_to_a_gathered_parameter() -> None:
     class Writer(nn.Linear):
         @torch.compile(backend="eager")
