@@ -47,9 +47,7 @@ def compare(group: dist.ProcessGroup, topology: Topology, buckets: Sequence[Buck
 def _noted(buckets: Sequence[Bucket]) -> list[str]:
     """Return what was noted, one line per parameter."""
     return [
-        _line(name, digest)
-        for bucket in buckets
-        for name, digest in sorted(bucket.params[0].backing.noted.items())
+        _line(name, digest) for bucket in buckets for name, digest in sorted(bucket.params[0].backing.noted.items())
     ]
 
 

@@ -76,7 +76,8 @@ def build_topology(
         if outer_dim is not None:
             raise ValueError("dp_outer_dim needs a device_mesh that has this dimension.")
         device_type = compat.device_type(preferred=device_type)
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(shard_dim,) if shard_dim else None)
+        names = (shard_dim,) if shard_dim is not None else None
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=names)
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
             f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the dimension to shard over with "

@@ -15,7 +15,7 @@ LEAST = 0.9
 
 FILES = {
     "training", "frozen", "ignore_params", "mixed_precision", "extensions", "state", "state_dict", "clip_grad_norm_",
-    "autograd", "comm", "memory", "overlap", "init", "grad_scaler",
+    "autograd", "comm", "memory", "overlap", "init", "grad_scaler", "compile",
 }  # fmt: skip
 """Files of FSDP2's tests, without ``test_fully_shard_``."""
 

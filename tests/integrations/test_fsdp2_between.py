@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +297,41 @@ def test_a_first_forward_in_a_transform() -> None:
         return [value, derivative]
 
     same(program)
+
+
+@on_ranks(2)
+def test_a_list_as_the_model() -> None:
+    """FSDP2 wants one root; here the modules of a list are a model together."""
+
+    def program(api: Any) -> Results:
+        model = mlp()
+        fsdp2.fully_shard([model[0], model[2]]) if api is fsdp2 else api.fully_shard(model)
+        return steps(model, mine(6, 8))
+
+    same(program)
+
+
+@on_ranks(2)
+def test_steps_leave_nothing_to_the_garbage_collector() -> None:
+    """Steps make no cycles that hold tensors; what a deleted model held is freed."""
+    model = three(fsdp2, lambda block: None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            model(mine(4, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[2:] == counts[2:3] * 4
+    params = [weakref.ref(param) for param in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in params)
 
 
 @on_ranks(2)

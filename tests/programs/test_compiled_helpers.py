@@ -146,27 +146,41 @@ def test_bucket_is_released_when_compiled_code_has_read_it() -> None:
     assert all(first not in gathered for gathered in most)
 
 
+class Repeats(nn.Module):
+    """Uses its layers twice, some of them frozen, or recomputed."""
+
+    def __init__(self, frozen: bool, recomputed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.layers[1].requires_grad_(not frozen)
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = checkpoint(layer, x, use_reentrant=False).sin() if self.recomputed else layer(x).sin()
+        return x
+
+
+@pytest.mark.parametrize(("frozen", "recomputed"), [(False, False), (True, True)])
 @on_ranks(2, timeout=60)
-def test_a_step_is_compiled_with_its_backward() -> None:
+def test_a_step_is_compiled_with_its_backward(frozen: bool, recomputed: bool) -> None:
     """Dynamo is at work while ``backward()`` compiles the graph: it would compile what is called then."""
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).sin().mean()
+        loss = model(x).mean()
         loss.backward()
         return loss
 
     losses = []
-    for backend in (None, "mfsdp"):
+    for run in (step, torch.compile(step, backend="mfsdp", options={"inner": "aot_eager"})):
         torch.manual_seed(0)
-        model = fully_shard_model(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)), fsdp_unit_modules=[nn.Linear])
+        model = fully_shard_model(Repeats(frozen, recomputed), fsdp_unit_modules=[nn.Linear])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = torch.compile(step, backend=backend, options={"inner": "aot_eager"}) if backend else step
-        losses.append([])
         for _ in range(3):
-            losses[-1].append(run(model, torch.ones(2, SIZE)).item())
+            losses.append(run(model, torch.ones(2, SIZE) + dist.get_rank()).item())
             optimizer.step()
             optimizer.zero_grad()
-    assert losses[0] == losses[1]
+    assert losses[:3] == losses[3:]
 
 
 @on_ranks(2, timeout=60)
