@@ -54,7 +54,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.long_unless("*-optim_grads_params-aot_eager-*")
+@pytest.mark.long_unless("*-optim_grads_params-aot_eager-*", "*-HFSDP optim_grads-eager-mean")
 @pytest.mark.parametrize(("strategy", "mode", "scaling"), ROWS)
 @on_ranks(4)
 def test_table(strategy: str, mode: str, scaling: str) -> None:
@@ -128,7 +128,9 @@ def test_strategies_agree_bitwise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["optim", "HFSDP", "no_shard", "HSDP optim", "HSDP optim_grads_params"])
+@pytest.mark.parametrize(
+    "strategy", ["optim", "HFSDP", "HFSDP optim_grads", "no_shard", "HSDP optim", "HSDP optim_grads_params"]
+)
 @on_ranks(4)
 def test_inductor(strategy: str) -> None:
     """Inductor's code agrees with one process up to rounding: 1e-5 of the largest gradient."""
@@ -154,6 +156,8 @@ COUNTS: dict[str, Callable[[int, bool], tuple[int, int, int, int]]] = {
     "HSDP optim": lambda m, each: (0, 1, m if each else 1, m if each else 1),
     "HSDP optim_grads": lambda m, each: (0, 1, m, m if each else 1),
     "HSDP optim_grads_params": lambda m, each: (2 * m, 0, m, m if each else 1),
+    "HFSDP optim": lambda m, each: (0, 2, 2 * (m if each else 1), 0),
+    "HFSDP optim_grads": lambda m, each: (0, 2, m + (m if each else 1), 0),
     "HFSDP": lambda m, each: (2 * m, 1, m + (m if each else 1), 0),
 }
 
