@@ -110,8 +110,8 @@ def fully_shard_model(
             model's repeated blocks. None: the whole model is one unit.
         zero_dp_strategy: What to shard, as in ZeRO. 0 or ``"no_shard"``: nothing. 1 or ``"optim"``: optimizer state. 2
             or ``"optim_grads"``: also gradients. 3 or ``"optim_grads_params"``: also parameters.
-        outer_dp_sharding_strategy: What to shard over ``dp_outer_dim``: 0 or ``"no_shard"``, or 1 or ``"optim"``, which
-            requires ``zero_dp_strategy=3``.
+        outer_dp_sharding_strategy: What to shard further over ``dp_outer_dim``: nothing (0 or ``"no_shard"``), or the
+            optimizer state and gradients (1 or ``"optim"``), with every ``zero_dp_strategy`` but 0.
         device: Device that holds the shards. None: the current device of the mesh's type.
         init_model_with_meta_device: Initialize parameters and buffers that are on the meta device. Modules are visited
             in the order of ``module.modules()``, and each fills its own tensors with ``reset_parameters()`` or

@@ -48,8 +48,7 @@ class BucketInfo:
         gather_stride, reduce_strides: Distance between neighbors in the groups that the bucket is gathered and reduced
             over, in global ranks. It tells how far data travels.
         resident_bytes: Bytes that stay gathered between uses; 0 for none.
-        resident_size, resident_stride: Size and stride of the group that the resident is gathered over, once per
-            optimizer step.
+        resident_rings: Size and stride of each group that the resident is gathered over, once per optimizer step.
         portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
             backward. They are neighboring ranks out of those that forward gathers over. 0 and "" for none.
         releases_resident: Whether the bucket has memory of its own, which is released at the end of each step.
@@ -69,8 +68,7 @@ class BucketInfo:
     gather_stride: int = 1
     reduce_strides: tuple[int, ...] = (1, 1)
     resident_bytes: int = 0
-    resident_size: int = 1
-    resident_stride: int = 1
+    resident_rings: tuple[tuple[int, int], ...] = ()
     portion_size: int = 0
     portion_group: str = ""
     releases_resident: bool = False
@@ -86,7 +84,7 @@ class BucketInfo:
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
-            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:"
+            f"{self.resident_bytes}:{self.resident_rings}:{self.portion_size}:"
             f"{self.portion_group}:{self.releases_resident}:{self.stays}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mfsdp_compile.passes.context import BucketInfo
@@ -17,8 +18,8 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
             of that size: the ranks that forwards gather over.
     """
     portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
-    gathers, resident = topology.gather_group, topology.resident_group
-    resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
+    gathers, residents = topology.gather_group, topology.resident_groups
+    resident_numel = plan.layout.shard_numel * math.prod(group.size for group in residents) if residents else 0
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
@@ -26,13 +27,12 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         exchange=plan.exchange(topology),
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
-        has_resident=resident is not None,
+        has_resident=bool(residents),
         main_dtype=plan.main_dtype,
         gather_stride=gathers.stride if gathers is not None else 1,
         reduce_strides=tuple(stage.group.stride for stage in topology.stages),
         resident_bytes=resident_numel * plan.held_dtype.itemsize,
-        resident_size=resident.size if resident is not None else 1,
-        resident_stride=resident.stride if resident is not None else 1,
+        resident_rings=tuple((group.size, group.stride) for group in residents),
         portion_size=portion.size if portion is not None else 0,
         portion_group=portion.name if portion is not None else "",
         releases_resident=topology.releases_resident,

@@ -33,6 +33,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "HSDP optim": {"zero_dp_strategy": 1, "outer": 0},
     "HSDP optim_grads": {"zero_dp_strategy": 2, "outer": 0},
     "HSDP optim_grads_params": {"zero_dp_strategy": 3, "outer": 0},
+    "HFSDP optim": {"zero_dp_strategy": 1, "outer": 1},
+    "HFSDP optim_grads": {"zero_dp_strategy": 2, "outer": 1},
     "HFSDP": {"zero_dp_strategy": 3, "outer": 1},
 }
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -418,8 +418,10 @@ class _Clock:
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
             if info.resident_bytes:
-                ring = Ring(info.resident_size, info.resident_stride)
-                seconds = collective_seconds("all_gather", info.resident_bytes, ring, self.costs.hardware)
+                seconds, nbytes = 0.0, info.resident_bytes
+                for size, stride in reversed(info.resident_rings):
+                    seconds += collective_seconds("all_gather", nbytes, Ring(size, stride), self.costs.hardware)
+                    nbytes //= size
                 self.work(Stage.FORWARD, info.unit, self.costs.cast(info))
                 collective = Collective("gather", number, 0, 0.0, seconds, "residents")
                 self.residents[number] = self.launch(collective, Stage.FORWARD, "")

@@ -229,7 +229,7 @@ class Gathering:
                 self.start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
 
     def start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
-        group, stays = bucket.topology.gather_group, bucket.topology.resident_group is not None
+        group, stays = bucket.topology.gather_group, bool(bucket.topology.resident_groups)
         if (stays and bucket.is_stale) or (bucket.quantized is not None and bucket.is_quantized_stale):
             self.step.owner.refresh()
         started, is_from_portions = None, False

@@ -169,7 +169,7 @@ class BucketPlan:
         return exchange._replace(
             offload=topology.mesh.device_type,
             pins=self.offload.pins,
-            keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
+            keeps_copy=self.offload.optimizer_only and not topology.resident_groups,
         )
 
     @functools.cached_property

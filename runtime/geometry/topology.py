@@ -7,7 +7,8 @@
     optim_grads_params      1/n of everything               gather, each use           reduce-scatter
     HSDP  (outer no_shard)  the same on each outer rank     same as inner strategy     + all-reduce, once per step
     HFSDP (outer optim)     1/(n m) of optimizer state      gather outer once per      + reduce-scatter, once per step
-                            and gradients                   step, inner at each use
+                            and gradients                   step, inner as inner
+                                                            strategy
 
 n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
 :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else reads the properties of :class:`Topology`, which
@@ -95,8 +96,7 @@ class Topology:
     Args:
         mesh: Mesh of the parameters' DTensors: (inner,) or (outer, inner).
         strategy: Strategy over the inner ranks.
-        outer_strategy: Strategy over the outer ranks: no_shard (HSDP) or optim (HFSDP, with ``optim_grads_params`` over
-            inner ranks).
+        outer_strategy: Strategy over the outer ranks: no_shard (HSDP) or optim (HFSDP).
         inner: Ranks that the strategy shards over.
         outer: Ranks along the outer dimension; None if there is only one dimension.
         every: All data-parallel ranks.
@@ -138,7 +138,7 @@ class Topology:
         Raises:
             ValueError: Parameters are to stay gathered with HFSDP.
         """
-        if accumulation.keeps_gathered and self.is_hfsdp:
+        if accumulation.keeps_gathered and self.is_hfsdp and self.over_inner.gathers_each_use:
             raise ValueError(
                 "keep_gathered=True is not supported with outer_dp_sharding_strategy='optim' (HFSDP), whose parameters "
                 "are gathered over outer and inner ranks one after the other. Use 'no_shard' for outer ranks (HSDP), "
@@ -217,13 +217,13 @@ class Topology:
     # -- parameters in use --------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def resident_group(self) -> Group | None:
-        """Group to gather over once after each change of the shards; None: only shards stay between uses."""
-        if self.is_hfsdp:
-            return self.outer
+    def resident_groups(self) -> tuple[Group, ...]:
+        """Groups to gather over, one after the other, once after each change of the shards. None: only shards stay
+        between uses."""
+        outer = (self.outer,) if self.outer is not None and self.is_hfsdp else ()
         if self.over_inner.gathers_once or self.releases_resident:
-            return self.inner_gathers or self.inner
-        return None
+            return (*outer, self.inner_gathers or self.inner)
+        return outer
 
     @functools.cached_property
     def releases_resident(self) -> bool:

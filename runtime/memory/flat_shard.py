@@ -110,11 +110,10 @@ class FlatShard:
         self._quantized_of = -1  # version of the shard that was quantized
         self._on_device: Tensor | None = None
         self._on_device_of = -1  # version of the shard that was copied
-        group = self.topology.resident_group
-        if group is not None and not self.topology.releases_resident:
-            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=self.device)
+        if self.has_resident and not self.topology.releases_resident:
+            resident = torch.empty(flat.numel() * self._resident_shards, dtype=plan.held_dtype, device=self.device)
             if plan.main_dtype == plan.held_dtype and plan.offload is None:
-                mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
+                mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
             self._hold(resident)
@@ -156,7 +155,18 @@ class FlatShard:
     @property
     def has_resident(self) -> bool:
         """Whether a gathered tensor stays between uses, even if only within a step."""
-        return self.topology.resident_group is not None
+        return bool(self.topology.resident_groups)
+
+    @property
+    def _resident_shards(self) -> int:
+        return math.prod(group.size for group in self.topology.resident_groups)
+
+    def _parts_of(self, resident: Tensor) -> list[Tensor]:
+        """Return this rank's shard in a resident, and what it holds after the gather over each group."""
+        parts = [resident]
+        for group in reversed(self.topology.resident_groups):
+            parts.insert(0, parts[0].chunk(group.size)[group.rank])
+        return parts
 
     @property
     def is_stale(self) -> bool:
@@ -166,9 +176,7 @@ class FlatShard:
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
         if self.resident is None:
-            group = self.topology.resident_group
-            assert group is not None
-            numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
+            numel = self.flat.numel() * self._resident_shards if not self.plan.has_planes else 2 * self.plan.held_numel
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
         assert self.resident is not None
         return self.resident
@@ -197,26 +205,35 @@ class FlatShard:
 
     @torch.no_grad()
     def start_refresh(self) -> None:
-        """Start gathering the resident again. A collective: every rank must call it."""
-        group = self.topology.resident_group
-        assert group is not None
+        """Start gathering the resident again. A collective: every rank must call it.
+
+        With several groups, the gather over the last one runs when this returns.
+        """
         resident = self.hold_resident()
         self.await_resident()
         if self.quantized_columns is not None:
             for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
-                gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
-                plane.copy_(quantize.from_records(gathered))
+                plane.copy_(quantize.from_records(self._gathered_to_keep(shard)))
         elif self.quantized is None or self.plan.stays_quantized:
             shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
-            if group.size == 1:
-                resident.copy_(shard)
-            else:
-                compat.all_gather_out(shard, group.size, group.name, out=resident)
-            self._resident_awaited = group.size == 1
+            _, *parts = self._parts_of(resident)
+            for group, part in zip(self.topology.resident_groups, parts, strict=True):
+                self.await_resident()
+                if group.size == 1:
+                    part.copy_(shard)
+                else:
+                    compat.all_gather_out(shard, group.size, group.name, out=part)
+                self._resident_awaited = group.size == 1
+                shard = part
         else:  # dequantized here, because graphs take residents as they are
-            gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
-            resident.copy_(self.dequantized(gathered))
+            resident.copy_(self.dequantized(self._gathered_to_keep(self.quantized)))
         self._resident_of = self.flat._version
+
+    def _gathered_to_keep(self, shard: Tensor | None) -> Tensor:
+        assert shard is not None
+        for group in self.topology.resident_groups:
+            shard = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
+        return shard
 
     def await_gather(self) -> None:
         """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""

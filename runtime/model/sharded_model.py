@@ -401,7 +401,9 @@ class ShardedModel:
             self.quantized.refresh(self.conduct)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
-                self.conduct.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
+                for stage, group in enumerate(bucket.topology.resident_groups):
+                    more = f", stage {stage + 1}" if stage else ""
+                    self.conduct.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
                 bucket.start_refresh()
 
     def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -61,10 +61,11 @@ def build_topology(
         )
     if outer_strategy is ShardingStrategy.OPTIM and outer_dim is None:
         raise ValueError("outer_dp_sharding_strategy='optim' needs dp_outer_dim, the mesh dimension of outer ranks.")
-    if outer_strategy is ShardingStrategy.OPTIM and strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+    if outer_strategy.placements.shards and not strategy.placements.shards:
         raise ValueError(
-            "outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params', got "
-            f"{strategy.name.lower()!r}: outer ranks can only shard what inner ranks shard."
+            f"outer_dp_sharding_strategy={outer_strategy.name.lower()!r} divides further what inner ranks divide, and "
+            f"with zero_dp_strategy={strategy.name.lower()!r} they divide nothing. Shard over inner ranks too (1, 2 or "
+            "3), or swap the two dimensions."
         )
     if (outer_dim is None) != (hybrid_group is None):
         raise ValueError(

@@ -148,7 +148,7 @@ LOADED_BY = {
     1: ("optim_grads_params", "no_shard"),
     2: ("optim", "HSDP optim"),
     3: ("optim_grads", "optim_grads_params"),
-    4: ("optim_grads_params", "HFSDP", "HSDP optim_grads", "no_shard"),
+    4: ("optim_grads_params", "HFSDP", "HFSDP optim", "HSDP optim_grads", "no_shard"),
 }
 
 
@@ -236,7 +236,9 @@ def test_state_dicts_communicate_nothing() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "no_shard", "HSDP optim_grads_params", "HFSDP"])
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", "optim", "no_shard", "HSDP optim_grads_params", "HFSDP", "HFSDP optim_grads"]
+)
 @on_ranks(4)
 def test_helpers_of_torch(strategy: str) -> None:
     model, optimizer = make(strategy)

@@ -90,9 +90,7 @@ def one_gpu(fake: bool) -> list[Part]:
         _prediction(1),
         _bench("step time", "step_time", 150, _steps, *alone, *_of(fake, *COMPARED[:5]), *whole),
         # What other machines have shown in part. Two and four ranks share the GPU
-        *(_across(2, f"models:{first}/3") for first in range(3)),
-        _across(4, "strategies"),
-        _across(2, "groups", "failures"),
+        *_across_in_parts(2, 4),
         _bench("memory, 8 simulated ranks", "memory", 120, _peaks, *of_8, *four, *small),
         _tests("optimizers, synchronization, the rest", "test_gpu.py", (*FIRST, *CODE, *PREDICTED), others=True),
         _overlap(1),
@@ -110,7 +108,8 @@ def many_gpus(ranks: int, fake: bool) -> list[Part]:
     every, systems = ("--ranks", str(ranks)), _of(fake, *COMPARED)
     return [
         _environment(),
-        _across(ranks, "models", "strategies", "settings", "groups", "failures"),
+        _across(ranks, "settings"),
+        *_across_in_parts(ranks, ranks),
         _calibrate(ranks),
         _bench("step time", "step_time", 200, _steps, *every, *systems, *small),
         _prediction(ranks),
@@ -143,6 +142,12 @@ def _torchrun(ranks: int) -> tuple[str, ...]:
 
 def _environment() -> Part:
     return Part("environment", ("-m", "facts", "{out}/environment.json"), 90, "environment.json", _facts)
+
+
+def _across_in_parts(ranks: int, for_strategies: int) -> list[Part]:
+    """Return all rows of ``across_ranks.py`` but the settings, in parts that may run at once."""
+    models = (_across(ranks, f"models:{first}/3") for first in range(3))
+    return [*models, _across(for_strategies, "strategies"), _across(ranks, "groups", "failures")]
 
 
 def _across(ranks: int, *sets: str) -> Part:

@@ -271,7 +271,7 @@ def test_units_differ() -> None:
     list(model.parameters())
     with gathers() as found:
         model(torch.randn(6, 8)).sum().backward()
-    assert found == [4] * 5 + [4, 2], "the head was used last, and the first layer stays gathered"
+    assert found == [4] * 5 + [4, 2, 4], "the head was used last; behind the first layer, which stays, the embedding is"
     model.zero_grad()
     assert reference == train(model, steps=2)
     model = made()

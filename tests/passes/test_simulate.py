@@ -243,7 +243,12 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
 
     They are gathered one after the other.
     """
-    whole: dict[str, Any] = {"gather_size": 1, "gather_group": "", "has_resident": True, "resident_size": RANKS}
+    whole: dict[str, Any] = {
+        "gather_size": 1,
+        "gather_group": "",
+        "has_resident": True,
+        "resident_rings": ((RANKS, 1),),
+    }
     infos = [bucket(name, 10**6, resident_bytes=4 * 10**6, **whole) for name in "ab"]
     each = collective_seconds("all_gather", 4 * 10**6, Ring(RANKS), MACHINE)
     computed = each / 4

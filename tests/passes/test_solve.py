@@ -485,7 +485,8 @@ import sys
 sys.path.insert(0, {folder!r})
 from outlines import bucket, chain
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
-from mfsdp_compile.passes.solver.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.reasons import BudgetError
+from mfsdp_compile.passes.solver.solve import solve
 sizes = [400_000, 1_000_000, 400_000, 400_000, 4_000_000, 400_000]
 buckets = [bucket(f"u{{i}}#{{j}}", size, f"u{{i}}") for i, size in enumerate(sizes) for j in range(2)]
 plan = chain(buckets, [20e-6] * 6, saved=10**6)

@@ -65,7 +65,9 @@ def test_bitwise_as_eager(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HSDP optim_grads_params", "HFSDP"])
+@pytest.mark.parametrize(
+    "strategy", ["no_shard", "optim", "optim_grads", "HSDP optim_grads_params", "HFSDP", "HFSDP optim"]
+)
 @on_ranks(4)
 def test_strategies(strategy: str) -> None:
     for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)):

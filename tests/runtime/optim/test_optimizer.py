@@ -189,7 +189,10 @@ def muon(model: nn.Module, **settings: Any) -> torch.optim.Muon:
     return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.05, **settings)
 
 
-MUON_STRATEGIES = {2: ["optim_grads_params", "optim", "no_shard"], 4: ["HSDP optim_grads", "HFSDP"]}
+MUON_STRATEGIES = {
+    2: ["optim_grads_params", "optim", "no_shard"],
+    4: ["HSDP optim_grads", "HFSDP", "HFSDP optim_grads"],
+}
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

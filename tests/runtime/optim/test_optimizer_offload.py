@@ -82,7 +82,7 @@ def test_strategies(strategy: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["HSDP optim_grads_params", "HFSDP"])
+@pytest.mark.parametrize("kind", ["HSDP optim_grads_params", "HFSDP", "HFSDP optim"])
 @on_ranks(4)
 def test_two_dimensions(kind: str) -> None:
     data = batches(2)

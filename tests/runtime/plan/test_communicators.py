@@ -146,7 +146,7 @@ def test_gathers_have_their_own_communicator_where_it_pays() -> None:
         assert created == ([([0, 1], {})] if expected else []), arguments
         if expected:
             assert topology.inner_gathers.name in created.options
-            assert (topology.gather_group or topology.resident_group).name == topology.inner_gathers.name
+            assert (topology.gather_group or topology.resident_groups[-1]).name == topology.inner_gathers.name
         assert topology.inner_gathers is arguments.get("fsdp_group_ag") or topology.inner_gathers is not None
     alone = DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
     with on_nccl() as created:
