@@ -247,7 +247,7 @@ class _ToOrdinary(torch.autograd.Function):
     def forward(ctx: Any, value: ReplicatedTensor) -> Tensor:
         ctx.mesh = value.device_mesh
         local = value._local_tensor
-        return local.view_as(local)
+        return local.view_as(local) if local.layout is torch.strided else local.detach()
 
     @staticmethod
     @compat.python_only

@@ -583,6 +583,9 @@ def test_results_are_dtensors_that_mix_with_ordinary_tensors() -> None:
     copied = norm.clone()
     dist.all_reduce(copied)
     torch.testing.assert_close(copied.item(), norm.item() * 2)
+    for sparse in (model.matrix.detach().sum(0).to_sparse(), model.matrix.detach().to_sparse()):
+        assert sparse.full_tensor().layout is torch.sparse_coo and sparse.to_local().layout is torch.sparse_coo
+    torch.testing.assert_close(sparse.full_tensor().to_dense(), whole["matrix"])
     stacked = torch.stack([norm, norm.square()])
     assert torch.equal(stacked.redistribute(placements=[Shard(0)]).full_tensor(), stacked.full_tensor())
 
