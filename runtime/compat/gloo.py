@@ -57,9 +57,9 @@ def is_of_gloo(error: RuntimeError) -> bool:
     return "/gloo/" in str(error).partition("]")[0]
 
 
-def is_of_nccl(error: BaseException) -> bool:
+def is_of_nccl(error: RuntimeError) -> bool:
     """Whether NCCL has raised an error, or its communicator was aborted."""
-    return isinstance(error, RuntimeError) and "NCCL" in str(error).partition("\n")[0]
+    return "NCCL" in str(error).partition("\n")[0]
 
 
 def is_timeout(error: RuntimeError) -> bool:

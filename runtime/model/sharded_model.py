@@ -315,8 +315,7 @@ class ShardedModel:
         if self.conduct.failure is None:
             self.conduct.fail(error)
             journal.write(f"{self.conduct.failure}: {error}")
-        if compat.is_of_nccl(error):
-            watchdog.explain(error)  # type: ignore[arg-type]
+        watchdog.explain_nccl(error)
 
     # -- code that Dynamo has compiled --------------------------------------------------------------------------------
 
@@ -393,16 +392,14 @@ class ShardedModel:
     def refresh(self, ahead: bool = False) -> None:
         """Quantize changed shards again, for buckets that are gathered in float8, and start gathering stale residents.
 
-        Args:
-            ahead: Whether this runs ahead of the forward that uses them. Residents that stay only within a step are
-                then skipped. Shards are not quantized yet either, because other optimizers may be about to step.
+        ``ahead`` of the forward that uses them, residents that stay only within a step are skipped, and nothing is
+        quantized: other optimizers may be about to step.
         """
         if not ahead:
             self.quantized.refresh(self.conduct)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
-                for stage, group in enumerate(bucket.topology.resident_groups):
-                    more = f", stage {stage + 1}" if stage else ""
+                for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
                     self.conduct.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
                 bucket.start_refresh()
 

@@ -265,6 +265,11 @@ class Watchdog:
             f"step; {RESET} makes the model usable again where all ranks live. The backend's error: {error}"
         ) from error
 
+    def explain_nccl(self, error: BaseException) -> None:
+        """Do the same for an error of NCCL's, which compiled code and the eager path get where they start something."""
+        if isinstance(error, RuntimeError) and compat.is_of_nccl(error):
+            self.explain(error)
+
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
         """Context for collectives of ``torch.distributed``; see :meth:`explain`."""
