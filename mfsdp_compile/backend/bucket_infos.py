@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from mfsdp_compile.passes.context import BucketInfo
@@ -19,7 +18,6 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
     """
     portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
     gathers, residents = topology.gather_group, topology.resident_groups
-    resident_numel = plan.layout.shard_numel * math.prod(group.size for group in residents) if residents else 0
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
@@ -31,7 +29,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         main_dtype=plan.main_dtype,
         gather_stride=gathers.stride if gathers is not None else 1,
         reduce_strides=tuple(stage.group.stride for stage in topology.stages),
-        resident_bytes=resident_numel * plan.held_dtype.itemsize,
+        resident_bytes=plan.layout.shard_numel * topology.resident_shards * plan.held_dtype.itemsize,
         resident_rings=tuple((group.size, group.stride) for group in residents),
         portion_size=portion.size if portion is not None else 0,
         portion_group=portion.name if portion is not None else "",

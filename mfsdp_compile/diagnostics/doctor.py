@@ -44,12 +44,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def mesh_arguments(strategy: str) -> dict[str, Any]:
+def mesh_arguments(strategy: str, device_type: str = "cpu") -> dict[str, Any]:
     """Return the arguments of ``fully_shard_model`` for a strategy. Two-dimensional meshes are 2 x (world / 2)."""
     arguments = dict(STRATEGIES[strategy])
     if "outer" not in arguments:
         return arguments
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(device_type, (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
     outer_strategy = arguments.pop("outer")
     return {**arguments, "outer_dp_sharding_strategy": outer_strategy, **hybrid_arguments(mesh, "inner", "outer")}
 

@@ -20,15 +20,7 @@ from . import nccl
 from .distributed import all_gather_out, count_again, timeout_of, wait_tensor
 from .stores import another_connection
 
-__all__ = [
-    "break_connections",
-    "broken_groups",
-    "is_of_gloo",
-    "is_of_nccl",
-    "is_timeout",
-    "on_failed_waits",
-    "reconnect",
-]
+__all__ = ["break_connections", "broken_groups", "is_of_gloo", "is_timeout", "on_failed_waits", "reconnect"]
 
 
 def break_connections(*groups: dist.ProcessGroup) -> None:
@@ -55,11 +47,6 @@ def break_connections(*groups: dist.ProcessGroup) -> None:
 def is_of_gloo(error: RuntimeError) -> bool:
     """Whether gloo has raised an error: a connection was closed, or another rank did not come."""
     return "/gloo/" in str(error).partition("]")[0]
-
-
-def is_of_nccl(error: RuntimeError) -> bool:
-    """Whether NCCL has raised an error, or its communicator was aborted."""
-    return "NCCL" in str(error).partition("\n")[0]
 
 
 def is_timeout(error: RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-"""NCCL: registration of memory with its communicators."""
+"""NCCL: memory of its communicators, their abort, and its errors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "allocator_settings",
     "cuda_driver_version",
     "deregister_memory",
+    "is_of_nccl",
     "memory_pool",
     "nccl_backend",
     "register_memory",
@@ -95,6 +96,11 @@ def abort(backends: Sequence[Any]) -> None:
 def _abort(backend: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the group's timeout has passed
         backend.abort()
+
+
+def is_of_nccl(error: RuntimeError) -> bool:
+    """Whether NCCL has raised an error, or its communicator was aborted."""
+    return "NCCL" in str(error).partition("\n")[0]
 
 
 def warm_up(group: str, device: torch.device) -> None:

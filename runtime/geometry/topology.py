@@ -18,6 +18,7 @@ come from the :class:`~.placements.Placements` of each dimension.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -218,12 +219,17 @@ class Topology:
 
     @functools.cached_property
     def resident_groups(self) -> tuple[Group, ...]:
-        """Groups to gather over, one after the other, once after each change of the shards. None: only shards stay
+        """Groups to gather over, one after the other, once after each change of the shards. Empty: only shards stay
         between uses."""
         outer = (self.outer,) if self.outer is not None and self.is_hfsdp else ()
         if self.over_inner.gathers_once or self.releases_resident:
             return (*outer, self.inner_gathers or self.inner)
         return outer
+
+    @functools.cached_property
+    def resident_shards(self) -> int:
+        """Number of shards that stay gathered between uses; 0 if only this rank's does."""
+        return math.prod(group.size for group in self.resident_groups) if self.resident_groups else 0
 
     @functools.cached_property
     def releases_resident(self) -> bool:

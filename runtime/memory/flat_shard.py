@@ -111,7 +111,8 @@ class FlatShard:
         self._on_device: Tensor | None = None
         self._on_device_of = -1  # version of the shard that was copied
         if self.has_resident and not self.topology.releases_resident:
-            resident = torch.empty(flat.numel() * self._resident_shards, dtype=plan.held_dtype, device=self.device)
+            numel = flat.numel() * self.topology.resident_shards
+            resident = torch.empty(numel, dtype=plan.held_dtype, device=self.device)
             if plan.main_dtype == plan.held_dtype and plan.offload is None:
                 mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
@@ -157,10 +158,6 @@ class FlatShard:
         """Whether a gathered tensor stays between uses, even if only within a step."""
         return bool(self.topology.resident_groups)
 
-    @property
-    def _resident_shards(self) -> int:
-        return math.prod(group.size for group in self.topology.resident_groups)
-
     def _parts_of(self, resident: Tensor) -> list[Tensor]:
         """Return this rank's shard in a resident, and what it holds after the gather over each group."""
         parts = [resident]
@@ -176,7 +173,8 @@ class FlatShard:
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
         if self.resident is None:
-            numel = self.flat.numel() * self._resident_shards if not self.plan.has_planes else 2 * self.plan.held_numel
+            gathered = self.flat.numel() * self.topology.resident_shards
+            numel = 2 * self.plan.held_numel if self.plan.has_planes else gathered
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
         assert self.resident is not None
         return self.resident

@@ -27,14 +27,14 @@ import parity
 import torch
 import torch.distributed as dist
 import zoo
-from failing import Failing
+from failing import Failing, values
 from gpu_models import MODES, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model
-from mfsdp_compile.distributed_index import hybrid_arguments
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime import compat
 
 ON_CPU = {"SparseGradients"}
@@ -105,16 +105,10 @@ def _models(device: torch.device) -> Iterator[Row]:
 
 
 def _strategies(device: torch.device) -> Iterator[Row]:
-    for strategy in range(4):
-        arguments: dict[str, Any] = {"zero_dp_strategy": strategy}
-        yield f"strategy {strategy}", functools.partial(_compare, zoo.Uneven, device, 2, arguments)
-    ranks = dist.get_world_size()
-    if ranks % 2 == 0:
-        mesh = init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("outer", "inner"))
-        for outer in range(2):
-            arguments = {**hybrid_arguments(mesh, "inner", "outer"), "outer_dp_sharding_strategy": outer}
-            name = ("HSDP", "HFSDP")[outer]
-            yield name, functools.partial(_compare, zoo.Uneven, device, 2, arguments)
+    hybrid = () if dist.get_world_size() % 2 else ("HSDP optim_grads_params", "HFSDP")
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params", *hybrid):
+        arguments = mesh_arguments(strategy, device.type)
+        yield strategy, functools.partial(_compare, zoo.Uneven, device, 2, arguments)
 
 
 def _settings(device: torch.device) -> Iterator[Row]:
@@ -149,12 +143,13 @@ SETS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
 }
 
 
+def _on(device: torch.device, factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: factory().to(device)
+
+
 def _compare(factory: Any, device: torch.device, microbatches: int = 1, sharding: Any = None) -> None:
     """Compare all modes with one rank, and the first two to the bit."""
-
-    def built() -> nn.Module:
-        return factory().to(device)
-
+    built = _on(device, factory)
     data = parity.batches(3).to(device)
     with same_bits():
         alone = parity.train_alone(built, data, parity.sgd, microbatches)
@@ -170,10 +165,7 @@ def _compare(factory: Any, device: torch.device, microbatches: int = 1, sharding
 
 def _unchanged(arguments: dict[str, Any], device: torch.device) -> None:
     """Compare trainings with and without settings to the bit, eager and compiled; Inductor's to rounding."""
-
-    def built() -> nn.Module:
-        return zoo.Stacked().to(device)
-
+    built = _on(device, zoo.Stacked)
     data = parity.batches(3).to(device)
     with same_bits():
         plain = parity.train_sharded(built, MODES[0], data, parity.sgd)
@@ -192,10 +184,7 @@ def _refused(device: torch.device) -> None:
 
 def _both_ways(policy: MixedPrecisionPolicy, device: torch.device) -> None:
     """Compare the eager path with the compiled graph to the bit; Inductor's code rounds less often."""
-
-    def built() -> nn.Module:
-        return zoo.Aligned().to(device)
-
+    built = _on(device, zoo.Aligned)
     data = parity.batches(3).to(device)
     with same_bits():
         runs = [parity.train_sharded(built, mode, data, parity.sgd, precision=policy) for mode in MODES]
@@ -257,16 +246,13 @@ def _train(mesh: DeviceMesh, device: torch.device, seed: int) -> None:
 
 def _one_fails(mode: str, device: torch.device) -> None:
     """One rank raises in its forward: all have an error within the timeout, and after a reset the numbers go on."""
-    width = 16
-    data = torch.randn(3, 6, width, generator=torch.Generator().manual_seed(1)).to(device)
+    data = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)).to(device)
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
 
     def made() -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
-        blocks = Failing()
-        blocks.blocks = nn.ModuleList(zoo.Block(width) for _ in range(3))
-        model = fully_shard_model(blocks.to(device), mesh, fsdp_unit_modules=[zoo.Block])
+        model = fully_shard_model(Failing().to(device), mesh, fsdp_unit_modules=[zoo.Block])
         call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
         return model, call, parity.sgd(model.parameters())
 
@@ -274,9 +260,6 @@ def _one_fails(mode: str, device: torch.device) -> None:
         call(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    def values(model: nn.Module) -> list[torch.Tensor]:
-        return [param.to_local().detach().clone() for param in model.parameters()]
 
     with same_bits():
         model, call, optimizer = made()

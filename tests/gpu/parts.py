@@ -141,7 +141,9 @@ def _torchrun(ranks: int) -> tuple[str, ...]:
 
 
 def _environment() -> Part:
-    return Part("environment", ("-m", "facts", "{out}/environment.json"), 90, "environment.json", _facts)
+    return Part(
+        "environment", ("-m", "facts", "{out}/environment.json"), 90, "environment.json", _facts, measures=False
+    )
 
 
 def _across_in_parts(ranks: int, for_strategies: int) -> list[Part]:
