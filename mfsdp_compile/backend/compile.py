@@ -365,7 +365,7 @@ def _compile_inner(
             patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
-    return compat.compile_with_inductor(gm, inputs, patches, calls=record is not None and bool(record.regions))
+    return compat.compile_with_inductor(gm, inputs, patches)
 
 
 def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -> str | None:

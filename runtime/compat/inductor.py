@@ -221,19 +221,20 @@ def unknown_inductor_options(names: Iterable[str]) -> list[str]:
     return [name for name in names if not exists(name)]
 
 
-def compile_with_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], calls: bool = False
-) -> Callable[..., Any]:
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
     """Run AOTAutograd and Inductor.
+
+    A backward that calls other graphs (regions, ``torch.cond``) overwrites none of its inputs. Before torch 2.15,
+    Inductor took positions among these inputs ("donated buffers") for positions among the inputs of the called graphs,
+    which then overwrote what the backward still needed: gradients were silently wrong.
 
     Args:
         patches: Settings of Inductor. They also apply to the backward, which is compiled later.
-        calls: Whether the graph calls others. Inductor would overwrite inputs of these that the backward around them
-            may overwrite at the same positions (torch 2.11 to 2.15), so that it may overwrite nothing then.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
+    calls = any(isinstance(module, fx.GraphModule) for module in gm.children())
     with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls):
         return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
 

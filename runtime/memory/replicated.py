@@ -133,6 +133,10 @@ class ReplicatedTensor(Dispatched):
     ) -> ReplicatedTensor:
         return ReplicatedTensor.wrap(inner["_local_tensor"], *context)
 
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: Any = None) -> Tensor | None:
+        """Return the ordinary tensor as the gradient of an ordinary number that compiled code has returned."""
+        return self._local_tensor if expected_type is Tensor else None
+
     def reshaped_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplicatedTensor:
         """Take the shape that the local tensor has got from an operator, such as ``squeeze_``."""
         self._spec = compat.DTensorSpec(self.device_mesh, self.placements, tensor_meta=_meta_of(self._local_tensor))

@@ -22,7 +22,7 @@ from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..program_lines import warn
 from ..ranks.agreement import has_others
-from ..ranks.collective_order import RESET
+from ..ranks.collective_order import LOST, RESET
 from ..ranks.conduct import Conduct
 from ..ranks.watchdog import watchdog
 from ..step.grad_sync import GradSync
@@ -94,7 +94,7 @@ def reset(model: Recoverable) -> None:
         RuntimeError: Not all ranks called this within four process group timeouts, the longest time until each of them
             has its error.
     """
-    closed = _agree_on_closed_groups(model)
+    closed, was_aborted = _agree_on_closed_groups(model), model.conduct.order.was_aborted
     watchdog.leave(model.conduct)
     for step in model.captured_steps:
         step.reset()  # graphs hold on to the communicators of the process groups
@@ -120,6 +120,8 @@ def reset(model: Recoverable) -> None:
     if registered:
         model.registration.register(model.buckets)  # type: ignore[union-attr]
     model.label_modules()
+    if was_aborted:
+        warn(f"model.reset(): {LOST}.", RuntimeWarning)
 
 
 def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:

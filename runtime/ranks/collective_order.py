@@ -31,24 +31,37 @@ the same question, has certainly diverged from it: the asking rank will never st
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .. import compat
 from . import compared
 from .lifeline import RankLost
 
 RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())"
 """How to continue after ranks have diverged."""
 
-ADVICE = (
+_RULE = (
     "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch "
     "depend on data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by "
-    "zero), or decide for all ranks together. Weights and optimizer state are those of the last optimizer step; "
-    f"{RESET} makes the model usable again."
+    "zero), or decide for all ranks together."
 )
+
+ADVICE = (
+    f"{_RULE} Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again."
+)
+
+LOST = (
+    "What was queued on the GPU when the wait was ended has run with incomplete values, an optimizer's step too: load "
+    "weights and optimizer state from a checkpoint"
+)
+"""What the end of a wait on a GPU means. The program runs ahead of the GPU, and the GPU goes on after an abort."""
+
+_ADVICE_ON_GPUS = f"{_RULE} {LOST}, after {RESET}, which makes the model usable again."
 
 AT_REST = "at rest"
 """Kind of a phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
@@ -124,11 +137,6 @@ class _OrderState:
             self.last_after.pop(past, None)
 
 
-def standstill(why: str) -> RuntimeError:
-    """Return the error of a rank that waits for ranks which will never arrive."""
-    return RuntimeError(f"This rank would wait forever for other ranks. {why} {ADVICE}")
-
-
 def order_of_group(name: str, part: str | None = None) -> Order:
     """Return the order of the models that communicate over a process group. Their collectives can be confused.
 
@@ -161,6 +169,7 @@ class Order:
         steps: Number of optimizer steps that were begun.
         stalled: Why nothing can follow any more: ranks have diverged, and this one was waiting for another one. None:
             it can.
+        was_aborted: NCCL's communicators are aborted to end the wait.
         thread: Thread in which the last model was sharded, and which very likely trains it.
         numbers: Numbers of parameters, by name, for series over them.
     """
@@ -177,6 +186,7 @@ class Order:
         self.group = group
         self.epoch = self.events = self.steps = 0
         self.stalled: str | None = None
+        self.was_aborted = False
         self.thread = threading.get_ident()
         self.numbers: dict[str, int] = {}
         self._limit = limit
@@ -220,7 +230,7 @@ class Order:
 
     def revive(self) -> None:
         """Allow anything to follow in a group that was closed, and is connected again."""
-        self.stalled = None
+        self.stalled, self.was_aborted = None, False
         self._next_epoch()
         self.forget()
 
@@ -242,10 +252,21 @@ class Order:
         ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
         return f"in its {number}{ending} optimizer step"
 
+    def stall(self, why: str) -> None:
+        """Let nothing follow: this rank's wait for others is being ended."""
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
+            self.was_aborted = compat.nccl_options(compat.process_group(self.group)) is not None
+        self.stalled = why
+
+    def standstill(self) -> RuntimeError:
+        """Return the error of a rank that waits for ranks which will never arrive."""
+        advice = _ADVICE_ON_GPUS if self.was_aborted else ADVICE
+        return RuntimeError(f"This rank would wait forever for other ranks. {self.stalled} {advice}")
+
     def check(self) -> None:
         """Raise RuntimeError if nothing can follow."""
         if self.stalled is not None:
-            raise standstill(self.stalled)
+            raise self.standstill()
 
     def enter(
         self, phase: StepPhase, agree: Agree, details: Details = no_details, series: Series | None = None
@@ -259,7 +280,7 @@ class Order:
             RuntimeError: The phase is new here, or this is a fork, and other ranks are doing something else.
         """
         if self.stalled is not None:
-            raise standstill(self.stalled)
+            raise self.standstill()
         if self._places > self._limit:
             at = self._at.after
             self.forget()
@@ -335,7 +356,7 @@ class Order:
             RuntimeError: The collective is new here, or this is a fork, and other ranks are doing something else.
         """
         if self.stalled is not None:
-            raise standstill(self.stalled)
+            raise self.standstill()
         here = self._at
         following = here.collectives.get(collective)
         if following is not None and len(here.collectives) == 1 and not here.phases:

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import is_in_package, program_line
 from . import notices
-from .collective_order import RESET, Order, orders, standstill
+from .collective_order import RESET, Order, orders
 from .failed_waits import Guarded, why_failed
 from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
@@ -251,10 +251,10 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
                     store = compat.default_store()
                     if (over := found(store, key_of(order.group, "over"))) and over["epoch"] == order.epoch:
-                        order.stalled = over["text"]
+                        order.stall(over["text"])
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
-                raise standstill(order.stalled) from error
+                raise order.standstill() from error
         if not live or any(order.stalled is not None for order in live):
             return
         order = _main(live)
@@ -276,7 +276,8 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            self.explain(error, what)
+            if error.__cause__ is None:  # it was not explained yet, where it was raised
+                self.explain(error, what)
             raise
 
     def _log_why_failed(self, error: BaseException, _: Any) -> None:
@@ -461,9 +462,10 @@ class Watchdog:
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """End the wait of this rank."""
-        order.stalled = text
-        _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
-        self._meet_before_abort(order)
+        order.stall(text)
+        _log.error("Rank %d: %s", dist.get_rank(), order.standstill())
+        if order.was_aborted:
+            self._meet_before_abort(order)
         with self._lock:
             groups = []
             for name in more.union(*(model.communicators for model in self._live().get(order, []))):
@@ -472,14 +474,12 @@ class Watchdog:
             compat.break_connections(*groups)
 
     def _meet_before_abort(self, order: Order) -> None:
-        """On NCCL, wait until all ranks that live are about to abort their communicators.
+        """Wait until all ranks that live are about to abort their communicators.
 
         A rank whose peer aborts long before has an error of NCCL's, at which torch ends the process, unless
         ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0.
         """
         with contextlib.suppress(RuntimeError, KeyError, OSError):  # a group, a rank or the store is gone
-            if compat.nccl_options(compat.process_group(order.group)) is None:
-                return
             prefix = key_of(order.group, f"aborts/{order.epoch}")
             self._connection().set(f"{prefix}/{dist.get_rank()}", "")
             keys = [f"{prefix}/{rank}" for rank in compat.known_groups()[order.group]]

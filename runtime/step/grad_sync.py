@@ -18,6 +18,7 @@ from ..memory.deferred_gradients import RequestedGradients
 from ..program_lines import warn
 from ..ranks.agreement import everyones
 from ..ranks.conduct import Conduct
+from ..ranks.watchdog import watchdog
 from . import checks as step_checks
 
 
@@ -244,7 +245,9 @@ class GradSync:
             if self._conduct.is_capturing:  # through the store, once: replays use the same parameters
                 result = self._conduct.maxima(group, what, mine)
             else:
-                result = compat.all_reduce_on_host(torch.tensor(mine, dtype=torch.uint8), "max", group.name).tolist()
+                flags = torch.tensor(mine, dtype=torch.uint8)
+                with watchdog.explaining(what):  # in a backward, nothing else catches an error of NCCL's
+                    result = compat.all_reduce_on_host(flags, "max", group.name).tolist()
             for i in positions:
                 count = len(found[i])
                 found[i], result = result[:count], result[count:]

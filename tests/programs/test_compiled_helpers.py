@@ -114,8 +114,10 @@ def test_more_parts_that_compile_themselves(mode: str) -> None:
     check(mode, "cond", frozen=True)
     if mode in (EAGER, FACE):  # torch does not compile torch.cond inside a checkpoint
         check(mode, "checkpoint")
-    for how in ("map", "while_loop", "flex"):
-        check(mode, how, trains=False)
+    check(mode, "while_loop", trains=False)
+    if mode != INDUCTOR:  # there, plain torch.compile fails, too (torch 2.11 to 2.15, on the CPU)
+        check(mode, "map", trains=False)
+        check(mode, "flex", trains=False)
 
 
 @pytest.mark.usefixtures("fake_world")
