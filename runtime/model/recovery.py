@@ -147,9 +147,12 @@ def _union(offers: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> None:
     """Connect a process group of the program again. The model itself gets new groups: this one is the program's."""
-    if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(compat.process_group(name)):
+    group = compat.process_group(name)
+    if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(group):
         watchdog.revive(name)
         return
+    if compat.is_own(group):
+        return  # of another model: its own reset replaces it
     warn(
         f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() "
         "cannot connect it again: it has other ranks than the model, another backend than gloo, or was closed too "
