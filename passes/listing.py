@@ -80,8 +80,11 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
                 detail += f", {info.shard_bytes:,} B of each from host memory"
         elif what == "reduce":
             stage = number - 1
-            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
-            detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
+            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.stage_dtype(stage))}"
+            how = {"all_to_all": "exchanged and summed in float32", "all_gather": "gathered"}.get(
+                exchange.collectives[stage], exchange.reduce_op
+            )
+            detail = f"{sent}, {how} over {exchange.group_sizes[stage]} ranks"
             if exchange.offload and number == len(exchange.groups):
                 detail += f", {info.shard_bytes:,} B to host memory"
             is_deferrable = exchange.may_wait(stage)

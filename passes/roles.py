@@ -16,6 +16,9 @@
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks; then offload, to host memory)
 
+    gradients -> pack_gradients -> exchange_slices -> wait_summed -> ...              the same, summed in float32
+                                          (an all_gather may follow, if every rank needs the whole sum)
+
 If a backward gathers portions that its forward kept (:mod:`.portions`):
 
     portion -> all_gather -> wait -> view -> view ...
@@ -128,7 +131,7 @@ def is_collective(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         (target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default)
-        or target is GATHER_INTO_BUFFER
+        or target in (GATHER_INTO_BUFFER, EXCHANGE_SLICES)
     )
 
 
@@ -241,7 +244,13 @@ def is_operator(node: fx.Node) -> bool:
 
 GATHER_INTO_BUFFER = torch.ops.mfsdp.gather_into_buffer.default
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default, GATHER_INTO_BUFFER)
-REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
+EXCHANGE_SLICES = torch.ops.mfsdp.exchange_slices.default
+REDUCES = (
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.all_reduce.default,
+    torch.ops.mfsdp.reduce_if_due.default,
+    EXCHANGE_SLICES,
+)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
 """Operators whose calls the partitioner must not merge: two buckets with the same gradients have two reductions."""
@@ -252,8 +261,9 @@ OFFLOAD_SAVED = torch.ops.mfsdp.offload_saved.default
 FETCH_SAVED = torch.ops.mfsdp.fetch_saved.default
 WAIT_SAVED = torch.ops.mfsdp.wait_saved.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
-WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
-"""Operators that await a gather."""
+WAIT_SUMMED = torch.ops.mfsdp.wait_summed.default
+WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_SUMMED)
+"""Operators that await a collective."""
 QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
 _KINDS: dict[Any, NodeKind] = {
     _PACKING: NodeKind.PACK,
@@ -324,7 +334,9 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return _KINDS[target]
     if target in REDUCES and of in (NodeKind.PACK, NodeKind.REDUCED):
         return NodeKind.START_REDUCE
-    if target is _c10d.wait_tensor.default and of is NodeKind.START_REDUCE:
+    if target in GATHERS and of is NodeKind.REDUCED:  # of sums of slices
+        return NodeKind.START_REDUCE
+    if target in WAITS and of is NodeKind.START_REDUCE:
         return NodeKind.REDUCED
     if target in WAITS and of is NodeKind.START_GATHER:
         return NodeKind.GATHERED

@@ -566,13 +566,19 @@ def other_operator(s: Subject) -> Iterator[Change]:
                     node.target, node.args = c10d.all_reduce.default, (node.args[0], node.args[1], node.args[3])
 
                 yield change
+            elif node.target is roles.EXCHANGE_SLICES:
+
+                def gather(node: fx.Node = node) -> None:
+                    node.target = c10d.all_gather_into_tensor.default
+
+                yield gather
 
 
 def stage_lost(s: Subject) -> Iterator[Change]:
     """Outer ranks wait for this one, which trains without them."""
     for reduction in s.packs:
         if len(reduction.stages) > 1:
-            first, second = reduction.stages
+            first, second = reduction.stages[-2:]
 
             def change(first: CollectiveNode = first, second: CollectiveNode = second) -> None:
                 second.waits[0].replace_all_uses_with(first.waits[0])
@@ -588,7 +594,7 @@ def stages_exchanged(s: Subject) -> Iterator[Change]:
         if len(reduction.stages) > 1:
 
             def change(r: ReductionFlow = reduction) -> None:
-                a, b = (stage.node for stage in r.stages)
+                a, b = r.stages[0].node, r.stages[1].node
                 i, j = _group_argument(a), _group_argument(b)
                 of_a, of_b = a.args[i], b.args[j]
                 a.update_arg(i, of_b)
@@ -768,8 +774,9 @@ def _stages(s: Subject) -> Iterator[tuple[ReductionFlow, CollectiveNode]]:
 def mean_for_sum(s: Subject) -> Iterator[Change]:
     """The result is wrong by a factor of the number of ranks."""
     for _, stage in _stages(s):
-        index = next(i for i, argument in enumerate(stage.node.args) if argument in ("sum", "avg"))
-        yield set_arg(stage.node, index, "avg" if stage.node.args[index] == "sum" else "sum")
+        for index, argument in enumerate(stage.node.args):
+            if argument in ("sum", "avg"):
+                yield set_arg(stage.node, index, "avg" if argument == "sum" else "sum")
 
 
 def _scales(s: Subject) -> Iterator[fx.Node]:
@@ -840,6 +847,28 @@ def another_sum_reduced(s: Subject) -> Iterator[Change]:
         for token in tokens if stage.node.target is torch.ops.mfsdp.reduce_if_due.default else ():
             if role_of(token).bucket != reduction.bucket:
                 yield set_arg(stage.node, 1, token)
+
+
+def slices_summed_otherwise(s: Subject) -> Iterator[Change]:
+    """Slices of fewer ranks are summed, each of them of two ranks."""
+    for r in s.reductions:
+        for launch in r.stages:
+            for wait in launch.waits:
+                if wait.target is roles.WAIT_SUMMED:
+                    yield set_arg(wait, 1, 1)
+
+
+def slices_not_summed(s: Subject) -> Iterator[Change]:
+    """A wait returns the slices themselves."""
+    for r in s.reductions:
+        for launch in r.stages:
+            for wait in launch.waits:
+                if wait.target is roles.WAIT_SUMMED:
+
+                    def change(wait: fx.Node = wait) -> None:
+                        wait.target, wait.args = WAIT, wait.args[:1]
+
+                    yield change
 
 
 def scaled_too_late(s: Subject) -> Iterator[Change]:
@@ -1318,7 +1347,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
-        *(another_sum_reduced, scaled_too_late),
+        *(another_sum_reduced, scaled_too_late, slices_summed_otherwise, slices_not_summed),
     ),
     "V10": (
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),

@@ -1,7 +1,10 @@
 """Inductor lowerings of this package's operators.
 
-``mfsdp::reduce_if_due`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and outputs must not be touched
-until their waits.
+``mfsdp::reduce_if_due``, ``mfsdp::exchange_slices`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and
+outputs must not be touched until their waits.
+
+``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, adds them in the order of ranks,
+and computes what follows; for more ranks than a kernel should read, the operator.
 
 ``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the
 matrix.
@@ -30,15 +33,14 @@ from mfsdp_compile.runtime import compat
 def register_lowerings() -> None:
     """Register the lowerings with Inductor. Runs once per process."""
     compat.register_lowering(torch.ops.mfsdp.pack_gradients.default, _pack_gradients)
-    compat.register_lowering(
-        torch.ops.mfsdp.reduce_if_due.default,
-        functools.partial(compat.inductor_collective, torch.ops.mfsdp.reduce_if_due.default),
-    )
+    for collective in (torch.ops.mfsdp.reduce_if_due.default, torch.ops.mfsdp.exchange_slices.default):
+        compat.register_lowering(collective, functools.partial(compat.inductor_collective, collective))
     into_buffer = torch.ops.mfsdp.gather_into_buffer.default
     compat.register_lowering(
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
+    compat.register_lowering(torch.ops.mfsdp.wait_summed.default, compat.inductor_wait_summed)
     dequantizes = torch.ops.mfsdp.wait_quantized.default
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 

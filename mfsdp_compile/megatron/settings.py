@@ -267,6 +267,12 @@ class DistributedDataParallelConfig(Section):
     megatron_fsdp_grad_comm_dtype: torch.dtype | str | None = setting(
         None, "grad_comm_dtype; None or auto: main_grads_dtype if given, else the model's", choices=_DTYPES
     )
+    reduce_scatter_with_fp32_accumulation: bool = setting(
+        False,
+        "grad_sum_dtype=torch.float32: gradients are sent in grad_comm_dtype, and summed in float32, in the order of "
+        "ranks",
+        flag="--ddp-reduce-scatter-with-fp32-accumulation",
+    )
     megatron_fsdp_use_decoupled_grad: bool = setting(
         False, "gradients are in parameter.decoupled_grad, for Transformer Engine's FusedAdam", flag=None
     )

@@ -69,6 +69,7 @@ def ddp_config_of(sharded: ShardedModel) -> DistributedDataParallelConfig:
         megatron_fsdp_main_params_dtype=precision.main_params_dtype,
         megatron_fsdp_main_grads_dtype=precision.main_grads_dtype,
         megatron_fsdp_grad_comm_dtype=precision.grad_comm_dtype,
+        reduce_scatter_with_fp32_accumulation=precision.grad_sum_dtype is not None,
         overlap_grad_reduce=sharded.overlap.reductions,
         overlap_param_gather=sharded.overlap.gathers,
         fsdp_double_buffer=sharded.comm_buffer_bytes() > 0,
@@ -97,7 +98,8 @@ def _precision(ddp: Any) -> MixedPrecisionPolicy:
                     "one of them (--grad-reduce-in-bf16 sets grad_reduce_in_fp32=False)."
                 )
         main_grads = grad_comm = torch.float32
-    return MixedPrecisionPolicy(main_params, main_grads, grad_comm)
+    sums = torch.float32 if ddp("reduce_scatter_with_fp32_accumulation") else None
+    return MixedPrecisionPolicy(main_params, main_grads, grad_comm, sums)
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:

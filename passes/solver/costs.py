@@ -162,14 +162,20 @@ class CostModel:
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 
     def finish(self, info: BucketInfo) -> float:
-        """Return the seconds to cast a reduced gradient to the shard's dtype and scale it; 0.0 if not needed."""
+        """Return the seconds to sum slices of gradients, to cast a reduced gradient to the shard's dtype, and to scale
+        it; 0.0 if nothing is needed."""
         exchange, main = info.exchange, info.main_dtype.itemsize
-        casts = exchange.comm_dtype != info.main_dtype
+        reduced, shard = exchange.stage_dtype(len(exchange.collectives)), info.layout.shard_numel
+        casts = reduced != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
-        shard = info.layout.shard_numel
+        summed = 0.0
+        if exchange.sums_exactly:
+            summed = self.moved(info.layout.numel * exchange.comm_dtype.itemsize + shard * reduced.itemsize)
+            if self.fused:
+                return summed  # the same kernel casts and scales
         if casts and scales and not self.fused:
-            return self.moved(shard * (exchange.comm_dtype.itemsize + main)) + self.moved(shard * 2 * main)
-        return self.moved(shard * (exchange.comm_dtype.itemsize + main)) if casts or scales else 0.0
+            return summed + self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
+        return summed + (self.moved(shard * (reduced.itemsize + main)) if casts or scales else 0.0)
 
     # -- computation --------------------------------------------------------------------------------------------------
 
@@ -245,7 +251,8 @@ def tile_efficiency(batch: int, rows: int, columns: int, multiprocessors: int) -
 
 
 def reduced_bytes(info: BucketInfo, stage: int) -> int:
-    """Return the bytes that go into a stage of a bucket's reduction."""
+    """Return the bytes of the whole tensor of a stage of a bucket's reduction: what is reduced, or gathered."""
     exchange = info.exchange
-    scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
-    return info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
+    before = range(stage - (exchange.collectives[stage] == "all_gather"))  # a gather undoes the stage before it
+    scattered = (exchange.group_sizes[i] for i in before if exchange.collectives[i] in ("reduce_scatter", "all_to_all"))
+    return info.layout.numel // math.prod(scattered) * exchange.stage_dtype(stage).itemsize

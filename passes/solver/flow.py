@@ -393,7 +393,7 @@ class _Reader:
             if node.op != "call_function" or is_alias(node) or node.target is operator.getitem:
                 continue
             at = self.place[node]
-            launches = roles.is_collective(node) or node.target is torch.ops.mfsdp.reduce_if_due.default
+            launches = roles.is_collective(node) or node.target in roles.REDUCES
             if launches and self.costs.holds_inputs:
                 at = max([at, *(self.place[user] for user in node.users)])
             for source in node.all_input_nodes:

@@ -342,8 +342,8 @@ class StepOutlines:
                 if not ends:
                     continue
             for stage, collective in enumerate(stages):
-                scatters = info.exchange.collectives[stage] == "reduce_scatter"
-                result = held // info.exchange.group_sizes[stage] if scatters else held
+                kind, size = info.exchange.collectives[stage], info.exchange.group_sizes[stage]
+                result = {"reduce_scatter": held // size, "all_gather": held * size}.get(kind, held)
                 place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
@@ -353,6 +353,9 @@ class StepOutlines:
                 else:
                     place = ahead[following] if how.packed and following > i else behind[following]
                 place.append(Wait(collective))
+                if kind == "all_to_all":  # then the slices are summed
+                    slices, result = result, held // size * 4 // info.exchange.stage_dtype(stage).itemsize
+                    place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, slices)]
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result

@@ -317,7 +317,8 @@ class Analysis:
                 continue
             waits = tuple(user for user in node.users if user.target in roles.WAITS and user.args[0] is node)
             readers = tuple(user for user in node.users if user not in waits)
-            yield CollectiveNode(node, bucket, node.target in GATHERS, waits, readers)
+            gathers = node.target in GATHERS and not roles.has_kind(node, NodeKind.START_REDUCE)
+            yield CollectiveNode(node, bucket, gathers, waits, readers)
 
     def _wholes(self) -> Iterator[Whole]:
         for node in self.graph.nodes:
@@ -403,7 +404,7 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     while (
         node is not None
         and node.op == "call_function"
-        and node.target not in (WAIT, *GATHERS, *REDUCES)
+        and node.target not in (WAIT, roles.WAIT_SUMMED, *GATHERS, *REDUCES)
         and not roles.is_packed(node)
         and len(node.all_input_nodes) == 1
     ):
@@ -414,7 +415,7 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
 
 def _awaited(node: fx.Node | None) -> Any:
     """Return the node that a wait waits for; a node that is no wait is returned itself."""
-    return node.args[0] if node is not None and node.target is WAIT else node
+    return node.args[0] if node is not None and node.target in (WAIT, roles.WAIT_SUMMED) else node
 
 
 def _bucket_of(node: fx.Node) -> int | None:

@@ -16,6 +16,8 @@ from .contract import Contract, is_of_portions
 _OPERATORS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
     torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
+    roles.EXCHANGE_SLICES: "all_to_all",
 }
 
 

@@ -120,12 +120,17 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
         bucket, exchange = reduction.bucket, found.info(reduction.bucket).exchange
         for i, launch in enumerate(reduction.stages[: len(exchange.groups)]):
             given, inspected = arguments(launch.node), exchange.inspected and i == 0
-            if given.get("reduce_op") != exchange.reduce_op:
+            sums = exchange.collectives[i] in ("reduce_scatter", "all_reduce")
+            if given.get("reduce_op", None if sums else exchange.reduce_op) != exchange.reduce_op:
                 yield f"stage {i + 1} is a {given.get('reduce_op')}, not a {exchange.reduce_op}", launch.node, bucket
             got = given.get("when", When.ALWAYS.value), given.get("inspected", False)
             if got != (exchange.when[i], inspected):
                 what = f"stage {i + 1} runs {got[0]!r}, inspected: {got[1]}, not {exchange.when[i]!r}, {inspected}"
                 yield what, launch.node, bucket
+            for wait in launch.waits:
+                summed = wait.args[1] if wait.target is roles.WAIT_SUMMED else None
+                if summed != (exchange.group_sizes[i] if exchange.collectives[i] == "all_to_all" else None):
+                    yield f"stage {i + 1} is awaited by {wait}, which sums {summed or 'no'} slices", wait, bucket
             role = role_of(given["token"]) if "token" in given else None
             if role is not None and role.bucket != bucket:
                 yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket

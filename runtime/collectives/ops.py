@@ -51,6 +51,12 @@
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
     collective.
+``exchange_slices(gradient, group_size, group)``
+    An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. It
+    must be awaited by ``wait_summed``.
+``wait_summed(slices, group_size)``
+    Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
+    ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows.
 ``begin(phase, digest, schedule, used)``
     The first node of a graph, which announces what the graph is about to do; see
     :mod:`mfsdp_compile.runtime.step.graph_runs`.
@@ -121,6 +127,8 @@ _library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
 )
+_library.define("exchange_slices(Tensor gradient, int group_size, str group) -> Tensor")
+_library.define("wait_summed(Tensor slices, int group_size) -> Tensor")
 _library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)
 
@@ -247,7 +255,7 @@ def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: to
     """Reduce a packed gradient, stage by stage. Return the gradient of the shard."""
     reduced = packed
     for stage in range(len(exchange.groups)):
-        reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
+        reduced = await_stage(start_stage(reduced, stage, exchange, token), stage, exchange)
     gradient = exchange.cast_and_scale(reduced, dtype)
     return torch.ops.mfsdp.offload(gradient, exchange.pins) if exchange.offload else gradient
 
@@ -429,7 +437,45 @@ def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor
 def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) -> Tensor:
     if collective == "all_reduce":
         return compat.all_reduce(gradient, op, group)
+    if collective == "all_gather":
+        return compat.all_gather(gradient, size, group)
+    if collective == "all_to_all":
+        return torch.ops.mfsdp.exchange_slices(gradient, size, group)
     return compat.reduce_scatter(gradient, op, size, group)
+
+
+def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
+    """Return the result of a stage of a reduction."""
+    if exchange.collectives[stage] == "all_to_all":
+        return torch.ops.mfsdp.wait_summed(started, exchange.group_sizes[stage])
+    return compat.wait_tensor(started)
+
+
+@torch.library.impl(_library, "exchange_slices", "CompositeExplicitAutograd")
+def _exchange_slices(gradient: Tensor, group_size: int, group: str) -> Tensor:
+    slice_numel = math.ceil(gradient.numel() / group_size)
+    if padding := slice_numel * group_size - gradient.numel():
+        gradient = torch.nn.functional.pad(gradient, (0, padding))
+    return compat.all_to_all(gradient, [slice_numel] * group_size, [slice_numel] * group_size, group)
+
+
+@torch.library.register_fake("mfsdp::exchange_slices", lib=_library)
+def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str) -> Tensor:
+    return gradient.new_empty(_started_numel(gradient, "all_to_all", group_size))
+
+
+@torch.library.impl(_library, "wait_summed", "CompositeExplicitAutograd")
+def _wait_summed(slices: Tensor, group_size: int) -> Tensor:
+    first, *others = compat.wait_tensor(slices).chunk(group_size)
+    total = first.to(torch.float32, copy=True)
+    for other in others:
+        total.add_(other)
+    return total
+
+
+@torch.library.register_fake("mfsdp::wait_summed", lib=_library)
+def _wait_summed_fake(slices: Tensor, group_size: int) -> Tensor:
+    return slices.new_empty(slices.numel() // group_size, dtype=torch.float32)
 
 
 @torch.library.impl(_library, "reduce_if_due", "CompositeExplicitAutograd")
@@ -451,7 +497,7 @@ def _reduce_if_due(
     elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
         to_reduce = None
     if to_reduce is None:
-        return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))
+        return gradient.new_zeros(_started_numel(gradient, collective, group_size))
     if group_size == 1:
         return to_reduce.clone()
     return _start(to_reduce, collective, reduce_op, group_size, group)
@@ -468,11 +514,16 @@ def _reduce_if_due_fake(
     group: str,
     inspected: bool,
 ) -> Tensor:
-    return gradient.new_empty(_reduced_numel(gradient, collective, group_size))
+    return gradient.new_empty(_started_numel(gradient, collective, group_size))
 
 
-def _reduced_numel(gradient: Tensor, collective: str, group_size: int) -> int:
-    return gradient.numel() // (group_size if collective == "reduce_scatter" else 1)
+def _started_numel(gradient: Tensor, collective: str, group_size: int) -> int:
+    """Return the number of elements of what a collective returns."""
+    if collective == "reduce_scatter":
+        return gradient.numel() // group_size
+    if collective == "all_to_all":
+        return math.ceil(gradient.numel() / group_size) * group_size
+    return gradient.numel() * (group_size if collective == "all_gather" else 1)
 
 
 @torch.library.impl(_library, "pack_gradients", "CompositeExplicitAutograd")

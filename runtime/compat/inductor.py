@@ -23,6 +23,7 @@ __all__ = [
     "inductor_joint_passes",
     "inductor_memory",
     "inductor_quantize",
+    "inductor_wait_summed",
     "inductor_wait_then",
     "is_generated",
     "is_miscompiled",
@@ -308,6 +309,29 @@ def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
 
     awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
+
+
+def inductor_wait_summed(slices: Any, ranks: int) -> Any:
+    """Lower ``mfsdp::wait_summed`` as a wait, and additions in float32 in the order of ranks."""
+    from torch._inductor import ir, lowering
+
+    if ranks > _MOST_SLICES:
+        return inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks)
+    awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](slices)
+    load, (numel,), ops = awaited.make_loader(), awaited.get_size(), lowering.ops
+    part = numel // ranks
+
+    def total(index: Sequence[Any]) -> Any:
+        found = ops.to_dtype(load(index), torch.float32)
+        for rank in range(1, ranks):
+            found = ops.add(found, ops.to_dtype(load([index[0] + rank * part]), torch.float32))
+        return found
+
+    return ir.Pointwise.create(device=awaited.get_device(), dtype=torch.float32, inner_fn=total, ranges=[part])
+
+
+_MOST_SLICES = 64
+"""Slices that one kernel reads."""
 
 
 def inductor_quantize(values: Any, dims: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:

@@ -92,11 +92,11 @@ class StepContext(Owned[EagerOwner]):
         """Forget the names of process groups, because these were created again."""
         self._announced.clear()
 
-    def wait(self, started: Tensor) -> Tensor:
+    def wait(self, started: Tensor, how: Callable[..., Tensor] = compat.wait_tensor, *arguments: Any) -> Tensor:
         """Return the result of a collective."""
         try:
             with compat.below_autograd():
-                return compat.wait_tensor(started)
+                return how(started, *arguments)
         except RuntimeError as error:
             self.owner.failed(error)  # in a backward, nothing else catches it
             raise

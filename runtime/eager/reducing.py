@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..collectives.ops import pack, start_collective, start_stage
+from ..collectives.ops import await_stage, pack, start_collective, start_stage
 from ..geometry.exchange import When
 from ..memory import gradients, host
 from ..memory.bucket import Bucket
@@ -118,7 +118,7 @@ class Reducing:
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.exchange.when[stage] == When.ALWAYS.value or bucket.owner.grad_sync.is_due()
-        group = bucket.topology.stages[stage].group if will_run else None
+        group = bucket.plan.stages(bucket.topology)[stage].group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
         with compat.below_autograd():
@@ -133,7 +133,8 @@ class Reducing:
             gradients.accumulate(bucket, reduction.result, reduction.used)
             self._step.owner.grad_sync.touched(bucket)
             return
-        result, following = self._step.wait(reduction.result), reduction.stage + 1
+        following = reduction.stage + 1
+        result = self._step.wait(reduction.result, await_stage, reduction.stage, bucket.exchange)
         if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
@@ -153,7 +154,7 @@ class Reducing:
         assert bucket.pending is not None
         exchange = bucket.exchange
         first = exchange.when.index(When.IF_DUE.value)
-        waiting = bucket.pending.take(exchange.comm_dtype)
+        waiting = bucket.pending.take(exchange.stage_dtype(first))
         reduced = self._reduce_stages(bucket, first, waiting, "what waits")
         gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
 
@@ -162,8 +163,8 @@ class Reducing:
         exchange = bucket.exchange
         for stage in range(first, len(exchange.groups)):
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
-            self._step.announce("reduce", bucket, bucket.topology.stages[stage].group, more)
-            gradient = self._step.wait(start_collective(gradient, stage, exchange))
+            self._step.announce("reduce", bucket, bucket.plan.stages(bucket.topology)[stage].group, more)
+            gradient = self._step.wait(start_collective(gradient, stage, exchange), await_stage, stage, exchange)
         return self._finished(bucket, gradient)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..formats.extension import FORM
 from ..owner import ModuleRef, refuse_dropped
 from .exchange import NO_BUFFERS, Buffers, Exchange
 from .layout import BucketLayout
-from .topology import Topology
+from .topology import ReductionStage, Topology, in_order_of_ranks
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class BucketPlan:
             none is.
         grad_dtype: Dtype in which gradients are accumulated over microbatches.
         comm_dtype: Dtype in which gradients are reduced.
+        sums_exactly: Whether ranks exchange slices of gradients and sum them in float32, in the order of ranks.
         reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
         scale: Factor applied to reduced gradients.
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
@@ -106,6 +107,7 @@ class BucketPlan:
     requires_grad: bool
     grad_dtype: torch.dtype
     comm_dtype: torch.dtype
+    sums_exactly: bool = False
     reduce_op: str = "avg"
     scale: float = 1.0
     decoupled: bool = False
@@ -136,9 +138,13 @@ class BucketPlan:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
 
+    def stages(self, topology: Topology) -> tuple[ReductionStage, ...]:
+        """The collectives that reduce the bucket's gradients, in order."""
+        return in_order_of_ranks(topology.stages) if self.sums_exactly else topology.stages
+
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        gather, stages = topology.gather_group, topology.stages
+        gather, stages = topology.gather_group, self.stages(topology)
         slots = self.layout.slots
         exchange = Exchange(
             sizes=[size for slot in slots for size in slot.shape],
@@ -151,7 +157,7 @@ class BucketPlan:
             comm_dtype=self.comm_dtype,
             reduce_op=self.reduce_op,
             scale=self.scale,
-            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
+            collectives=[stage.collective for stage in stages],
             when=[stage.when.value for stage in stages],
             group_sizes=[stage.group.size for stage in stages],
             groups=[stage.group.name for stage in stages],

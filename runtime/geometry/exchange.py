@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -91,7 +92,8 @@ class Exchange(_Fields):
         comm_dtype: Dtype in which gradients are reduced.
         reduce_op: ``"sum"`` or ``"avg"``.
         scale: Factor applied to the reduced gradient.
-        collectives: ``"reduce_scatter"`` or ``"all_reduce"``, one per stage of the reduction.
+        collectives: One per stage of the reduction: ``"reduce_scatter"``, ``"all_reduce"``; ``"all_to_all"`` of slices
+            that each rank sums in float32, in the order of ranks; or ``"all_gather"`` of such sums.
         when: A :class:`When` for each stage.
         group_sizes, groups: Size and process group of each stage.
         inspected: Whether gradients are inspected before the first stage.
@@ -192,10 +194,26 @@ class Exchange(_Fields):
     @functools.cached_property
     def scales_first(self) -> bool:
         """Whether gradients are scaled before they are summed. In float16 the sum might overflow."""
-        return self.comm_dtype == torch.float16 and self.scale != 1
+        return self.comm_dtype == torch.float16 and self.scale != 1 and not self.sums_exactly
+
+    @functools.cached_property
+    def sums_exactly(self) -> bool:
+        """Whether ranks sum slices in float32, in the order of ranks. [Note: Sums in the order of ranks]
+
+        A reduce-scatter of the backend sums in the dtype that it sends, in an order that depends on the number of
+        ranks, NCCL's algorithm and the network. Ranks that exchange slices send as many bytes, and round once. The sum
+        of one stage stays in float32: the next sends that.
+        """
+        return "all_to_all" in self.collectives
+
+    def stage_dtype(self, stage: int) -> torch.dtype:
+        """Dtype that a stage of the reduction sends; after the last stage, that of the reduced gradient."""
+        return torch.float32 if "all_to_all" in self.collectives[:stage] else self.comm_dtype
 
     def cast_and_scale(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast and scale a reduced gradient."""
+        if self.collectives[-1:] == ["all_gather"]:  # the slices may have been padded
+            reduced = reduced[: self.numel // math.prod(self.group_sizes[:-2])]
         gradient = reduced.to(dtype)
         return gradient if self.scale == 1 or self.scales_first else gradient * self.scale
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,11 +84,27 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class ReductionStage:
-    """One collective of a bucket's reduction: a reduce-scatter, or an all-reduce."""
+    """One collective of a bucket's reduction.
 
-    scatters: bool
+    Args:
+        collective: ``"reduce_scatter"`` or ``"all_reduce"``; for sums in the order of ranks, ``"all_to_all"`` or
+            ``"all_gather"``.
+    """
+
+    collective: str
     group: Group
     when: When
+
+
+def in_order_of_ranks(stages: Iterable[ReductionStage]) -> tuple[ReductionStage, ...]:
+    """Return stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums."""
+    found = []
+    for stage in stages:
+        found.append(replace(stage, collective="all_to_all"))
+        if stage.collective == "all_reduce" and stage.group.size > 1:
+            when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
+            found.append(ReductionStage("all_gather", stage.group, when))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -290,11 +307,13 @@ class Topology:
     def stages(self) -> tuple[ReductionStage, ...]:
         """The stages of a bucket's reduction, one collective each, in order."""
         if not self.over_inner.shards:  # all ranks hold the same, so one reduction covers both dimensions
-            return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
+            return (ReductionStage("all_reduce", self.reductions or self.every, When.IF_DUE),)
         keeps_whole = self.over_inner.reduces_once or self.accumulation.whole_gradients
-        stages = [ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)]
+        when = When.IF_DUE if keeps_whole else When.ALWAYS
+        stages = [ReductionStage("reduce_scatter", self.reductions or self.inner, when)]
         if self.outer is not None:
-            stages.append(ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+            collective = "reduce_scatter" if self.is_hfsdp else "all_reduce"
+            stages.append(ReductionStage(collective, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
         deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 

@@ -121,7 +121,7 @@ def reset(model: Recoverable) -> None:
         model.registration.register(model.buckets)  # type: ignore[union-attr]
     model.label_modules()
     if was_aborted:
-        warn(f"model.reset(): {LOST}.", RuntimeWarning)
+        warn(f"{model.conduct.name} was reset after a wait on GPUs was aborted. {LOST}.", RuntimeWarning)
 
 
 def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:

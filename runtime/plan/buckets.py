@@ -139,23 +139,32 @@ class BucketPlanner:
         modules, attributes = [site.module for site in sites], [site.attribute for site in sites]
         return compat.transformer_engine.form_of(modules, attributes, self.keeps_transposes)
 
-    def _scale(self, is_expert: bool) -> float:
+    def _scale(self, is_expert: bool, averages: bool) -> float:
         """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.
 
         Gradients of experts are already sums over the tokens of all data-parallel ranks. The factor turns them into
         means over these ranks.
+
+        Args:
+            averages: Whether the collectives average.
         """
         ranks = self.topology.every.size
-        if self.gradient_policy.scaling is Scaling.SUM_THEN_SCALE:
-            return 1 / ranks
-        if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE:
+        if averages:
             return self.topology_of(is_expert).every.size / ranks
-        return 1.0
+        return 1.0 if self.gradient_policy.scaling is Scaling.SUM else 1 / ranks
 
     def _bucket(
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
+        sums_exactly, comm_dtype = policy.grad_sum_dtype is not None, policy.comm_dtype(dtypes.model, dtypes.compute)
+        if sums_exactly and requires_grad and comm_dtype == torch.float64:
+            raise ValueError(
+                f"grad_sum_dtype=torch.float32 would round gradients of {unit.name!r}, which are sent in {comm_dtype}. "
+                "Give its modules a policy of their own, mixed_precision_policy={module: ...}, or another "
+                "grad_comm_dtype."
+            )
+        averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not sums_exactly
         return BucketPlan(
             name=unit.name,
             unit=unit.name,
@@ -165,10 +174,11 @@ class BucketPlanner:
             main_dtype=policy.main_dtype(dtypes.model, requires_grad),
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
-            comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
+            comm_dtype=comm_dtype,
+            sums_exactly=sums_exactly,
             policy=dtypes.position,
-            reduce_op="avg" if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
-            scale=self._scale(is_expert),
+            reduce_op="avg" if averages else "sum",
+            scale=self._scale(is_expert, averages),
             decoupled=self.gradient_policy.decoupled,
             inspected=self.gradient_policy.report_nan,
             is_expert=is_expert,

@@ -33,6 +33,11 @@ class MixedPrecisionPolicy:
             in the parameter's dtype. None: ``main_params_dtype``.
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
             ``main_grads_dtype`` if given, else the dtype that parameters compute in.
+        grad_sum_dtype: ``torch.float32``: ranks exchange slices of their gradients in ``grad_comm_dtype`` (an
+            all-to-all, as many bytes as a reduce-scatter), and each sums the slices of its shard in float32, in the
+            order of ranks, rounding once. Sums then depend on the ranks' values alone: not on the network, NCCL's
+            algorithm or other buckets. Sums over outer ranks are exchanged in float32. After Megatron Core's
+            ``reduce_scatter_with_fp32_accumulation``. None: the backend sums, in ``grad_comm_dtype``.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
             ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs
             accuracy. Modules get them dequantized, in the dtype that they compute in, so it works with every module.
@@ -55,6 +60,7 @@ class MixedPrecisionPolicy:
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | Literal["main"] | None = None
+    grad_sum_dtype: torch.dtype | None = None
     param_comm_dtype: torch.dtype | None = None
     param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"] = "rowwise"
     param_comm_filter: Callable[[str, Any], bool] | None = None
@@ -71,6 +77,10 @@ class MixedPrecisionPolicy:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 or_main = ", 'main'" if name == "grad_comm_dtype" else ""
                 raise ValueError(f"{name} takes a floating-point torch.dtype{or_main} or None, got {dtype!r}")
+        if self.grad_sum_dtype not in (None, torch.float32):
+            raise ValueError(f"grad_sum_dtype takes torch.float32 or None, got {self.grad_sum_dtype!r}")
+        if self.grad_sum_dtype is not None and self.grad_comm_dtype == torch.float64:
+            raise ValueError("grad_sum_dtype=torch.float32 would round gradients that are sent in torch.float64")
         for name in ("param_dtype", "output_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
                 raise ValueError(

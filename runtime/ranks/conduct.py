@@ -383,7 +383,8 @@ def _launches_of(
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
         elif line.what == "reduce" and (due or not line.is_deferrable):
-            group = topology.stages[line.number - 1].group
+            stages = topology.stages  # of which the last may be two collectives: sums of slices, and their gather
+            group = stages[min(line.number, len(stages)) - 1].group
         if group is not None:
             found.append((line.label, group.name))
     return found

@@ -624,6 +624,14 @@ FLAGS = [
     ),
     FlagRow(
         REFERENCE,
+        "--megatron-fsdp-grad-comm-dtype bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        "ddp.reduce_scatter_with_fp32_accumulation",
+        True,
+        {"mixed_precision_policy": api.MixedPrecisionPolicy(F32, None, BF16, F32)},
+        policy(),
+    ),
+    FlagRow(
+        REFERENCE,
         "--use-precision-aware-optimizer",
         "optimizer.use_precision_aware_optimizer",
         True,

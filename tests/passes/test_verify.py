@@ -52,6 +52,7 @@ QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 HAS_ROWS = compat.multiplies_by_rows(torch.device("cpu"))
 """Whether graphs with products in float8 that have scales of rows can run here."""
 OF_ROWS = (mutants.scales_not_folded, mutants.quantized_over_the_other_dimension)
+SUMMED = MixedPrecisionPolicy(grad_sum_dtype=F32)
 MXFP8 = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="mxfp8")
 NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 
@@ -171,6 +172,7 @@ def graphs() -> list[Scheduled]:
             *captured("nvfp4", zoo.Aligned, "optim_grads_params", BF16, policy=NVFP4),
             *(_multiplied_by_rows() if HAS_ROWS else ()),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
+            *captured("sums in float32", zoo.Plain, "HSDP optim_grads_params", BF16, policy=SUMMED),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:
@@ -483,4 +485,5 @@ def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None
             a.node.append(b.node) if s.order[b.node] < s.order[a.node] else b.node.append(a.node)
             assert collectives(s.graph, s.context) != lines
             break
-    assert len(found) == len(graphs) - 2  # "keep_last" changes no forward and no inference graph
+    # "keep_last" changes no forward and no inference graph, and sums in float32 change no forward
+    assert len(found) == len(graphs) - 3
