@@ -48,7 +48,8 @@ def _used(graph: fx.Graph, context: Context) -> str:
     :func:`mfsdp_compile.runtime.step.graph_runs.parse_used` parses the result.
     """
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
-    everything = (1 << len(tangents)) - 1
+    # A gradient that needs no tangent is a constant: Inductor's decompositions make zeros for a batch of no rows.
+    always = 0, (1 << len(tangents)) - 1
     needs = dependencies(graph, {node: 1 << position for position, node in enumerate(tangents)})
     found: list[dict[int, int]] = [{} for _ in context.buckets]
     for pack, bucket in packs(graph):
@@ -56,7 +57,7 @@ def _used(graph: fx.Graph, context: Context) -> str:
         is_inside = pack.target is operator.getitem  # a region packs
         found[bucket] |= _used_inside(pack, needs, layout) if is_inside else _indices(pack, needs, layout)
     buckets = [
-        ",".join(f"{index}" if mask == everything else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
+        ",".join(f"{index}" if mask in always else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
         for params in found
     ]
     return f"{len(tangents)}|{';'.join(buckets)}"

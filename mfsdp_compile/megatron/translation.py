@@ -99,7 +99,7 @@ def _precision(ddp: Any) -> MixedPrecisionPolicy:
                 )
         main_grads = grad_comm = torch.float32
     sums = torch.float32 if ddp("reduce_scatter_with_fp32_accumulation") else None
-    return MixedPrecisionPolicy(main_params, main_grads, grad_comm, sums)
+    return MixedPrecisionPolicy(main_params, main_grads, grad_comm, grad_sum_dtype=sums)
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:

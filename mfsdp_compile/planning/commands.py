@@ -110,6 +110,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gather them in float4 (param_comm_scaling='nvfp4'), which costs accuracy",
     )
     parser.add_argument(
+        "--grad-comm",
+        choices=DTYPES,
+        help="dtype in which gradients are reduced (grad_comm_dtype), if it is not that in which units compute",
+    )
+    parser.add_argument(
+        "--grad-sum",
+        choices=["float32"],
+        help="add gradients in float32, in the order of ranks (grad_sum_dtype); they are sent in --grad-comm's dtype",
+    )
+    parser.add_argument(
         "--fp8-matmul",
         choices=(*SCALINGS, "auto"),
         help="compute linear layers of units in float8, as options={'fp8_matmul': ...} does",
@@ -200,9 +210,13 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         least = parse_bytes(given.unit, "--unit") if given.unit else None
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
-        precision = MixedPrecisionPolicy()
+        precision = MixedPrecisionPolicy(
+            grad_comm_dtype=DTYPES[given.grad_comm] if given.grad_comm is not None else None,
+            grad_sum_dtype=DTYPES[given.grad_sum] if given.grad_sum is not None else None,
+        )
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
-            precision = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)
+            sent = quantize.dtype_of(scaling)
+            precision = replace(precision, param_comm_dtype=sent, param_comm_scaling=scaling)
         job = Job(
             work,
             machine,
@@ -337,7 +351,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, {_saving(job.work)}, "
-        f"{job.optimizer.name}{_quantized(job)}",
+        f"{job.optimizer.name}{_precision(job)}",
     )
     console.print(
         f"on {job.hardware.name}; all figures are simulated, GiB are what a rank's tensors take, tok/s are tokens per "
@@ -415,10 +429,14 @@ def _dtypes(work: Workload) -> str:
     return f"{work.compute_dtype}{built}"
 
 
-def _quantized(job: Job) -> str:
+def _precision(job: Job) -> str:
     precision, work = job.precision, job.work
     scaling, gathered = precision.param_comm_scaling, precision.param_comm_dtype is not None
     found = f", gathered in {quantize.kind_of(scaling)} ({scaling})" if gathered else ""
+    if precision.grad_comm_dtype is not None:
+        found += f", gradients sent in {precision.grad_comm_dtype}"
+    if precision.grad_sum_dtype is not None:
+        found += f", gradients summed in {precision.grad_sum_dtype}"
     if work.fp8_matmul is not None:
         found += f", multiplied in float8 ({work.fp8_matmul}{', wgrad too' if work.fp8_wgrad else ''})"
     return found

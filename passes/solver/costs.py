@@ -162,20 +162,27 @@ class CostModel:
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 
     def finish(self, info: BucketInfo) -> float:
-        """Return the seconds to sum slices of gradients, to cast a reduced gradient to the shard's dtype, and to scale
-        it; 0.0 if nothing is needed."""
+        """Return the seconds to cast a reduced gradient to the shard's dtype and scale it; 0.0 if not needed."""
         exchange, main = info.exchange, info.main_dtype.itemsize
         reduced, shard = exchange.stage_dtype(len(exchange.collectives)), info.layout.shard_numel
         casts = reduced != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
-        summed = 0.0
-        if exchange.sums_exactly:
-            summed = self.moved(info.layout.numel * exchange.comm_dtype.itemsize + shard * reduced.itemsize)
-            if self.fused:
-                return summed  # the same kernel casts and scales
+        if self.fused and exchange.collectives[-1:] == ["all_to_all"]:
+            return 0.0  # the kernel that sums the slices does it
         if casts and scales and not self.fused:
-            return summed + self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
-        return summed + (self.moved(shard * (reduced.itemsize + main)) if casts or scales else 0.0)
+            return self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
+        return self.moved(shard * (reduced.itemsize + main)) if casts or scales else 0.0
+
+    def summed(self, info: BucketInfo, stage: int) -> float:
+        """Return the seconds to sum the slices that a stage of a reduction has exchanged; 0.0 for other stages."""
+        exchange = info.exchange
+        if exchange.collectives[stage] != "all_to_all":
+            return 0.0
+        ranks, itemsize = exchange.group_sizes[stage], exchange.stage_dtype(stage).itemsize
+        part = reduced_bytes(info, stage) // ranks // itemsize
+        if self.fused:
+            return self.moved(part * (ranks * itemsize + 4))
+        return self.moved(part * (itemsize + 4)) + (ranks - 1) * self.moved(part * (itemsize + 8))
 
     # -- computation --------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class Collective:
             fetch from host memory, for which computation waits.
         seconds: Time of the collective alone on the network.
         group: Process group. Collectives of one group run one after another.
-        after: Seconds of computation right after the wait: dequantizing what was gathered.
+        after: Seconds of computation right after the wait: dequantizing what was gathered, or summing slices.
     """
 
     what: str
@@ -506,7 +506,8 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
     """
     moved = 2 * info.layout.numel * info.exchange.comm_dtype.itemsize
     before = costs.moved(moved) if copied and stage == 0 else 0.0
-    return Collective("reduce", bucket, stage, before, costs.reduction(info, stage), info.exchange.groups[stage])
+    seconds, after = costs.reduction(info, stage), costs.summed(info, stage)
+    return Collective("reduce", bucket, stage, before, seconds, info.exchange.groups[stage], after)
 
 
 _CATEGORIES = dict.fromkeys(

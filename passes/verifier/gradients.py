@@ -114,7 +114,8 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
     """Each bucket is summed over all its ranks and microbatches, and scaled once by the factor of its exchange.
 
     Stages use the exchange's operation. If the exchange says so, they run only in the last microbatch, with the
-    accumulated sum of this bucket. Gradients in float16 are scaled before they are summed.
+    accumulated sum of this bucket. Gradients in float16 are scaled before they are summed in it. Slices that ranks
+    exchange are summed when they are awaited.
     """
     for reduction in found.reductions:
         bucket, exchange = reduction.bucket, found.info(reduction.bucket).exchange

@@ -83,6 +83,7 @@ from ..memory import host
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
 from ..memory.gradients import defer_unless_due
+from ..ranks import profiling
 from ..step import graph_runs
 
 _library = torch.library.Library("mfsdp", "DEF")
@@ -456,7 +457,9 @@ def _exchange_slices(gradient: Tensor, group_size: int, group: str) -> Tensor:
     slice_numel = math.ceil(gradient.numel() / group_size)
     if padding := slice_numel * group_size - gradient.numel():
         gradient = torch.nn.functional.pad(gradient, (0, padding))
-    return compat.all_to_all(gradient, [slice_numel] * group_size, [slice_numel] * group_size, group)
+    slices = [slice_numel] * group_size
+    with profiling.exchanging_slices():
+        return compat.all_to_all(gradient, slices, slices, group)
 
 
 @torch.library.register_fake("mfsdp::exchange_slices", lib=_library)

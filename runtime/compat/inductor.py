@@ -235,9 +235,20 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: di
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    calls = any(isinstance(module, fx.GraphModule) for module in gm.children())
+    calls = _calls_graphs(gm)
     with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls):
         return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def _calls_graphs(gm: fx.GraphModule) -> bool:
+    """Whether compiled code of a graph calls others. Those of checkpoints and autograd functions are inlined."""
+    inlined = torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.autograd_function_apply
+    for name, inner in gm.named_children():
+        if isinstance(inner, fx.GraphModule):
+            users = [user for node in gm.graph.find_nodes(op="get_attr", target=name) for user in node.users]
+            if not users or any(user.target not in inlined for user in users) or _calls_graphs(inner):
+                return True
+    return False
 
 
 def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:

@@ -13,7 +13,7 @@ from ..formats.extension import FORM
 from ..owner import ModuleRef, refuse_dropped
 from .exchange import NO_BUFFERS, Buffers, Exchange
 from .layout import BucketLayout
-from .topology import ReductionStage, Topology, in_order_of_ranks
+from .topology import ReductionStage, Topology
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,14 @@ class BucketPlan:
     policy: int = 0
     offload: Offload | None = None
 
+    def __post_init__(self) -> None:
+        if self.sums_exactly and self.comm_dtype == torch.float64:
+            raise ValueError(
+                f"grad_sum_dtype=torch.float32 would round gradients of {self.unit!r}, which are sent in "
+                f"{self.comm_dtype}. Give its modules a policy of their own, mixed_precision_policy={{module: ...}}, "
+                "or another grad_comm_dtype."
+            )
+
     @functools.cached_property
     def portions(self) -> int:
         """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
@@ -140,7 +148,7 @@ class BucketPlan:
 
     def stages(self, topology: Topology) -> tuple[ReductionStage, ...]:
         """The collectives that reduce the bucket's gradients, in order."""
-        return in_order_of_ranks(topology.stages) if self.sums_exactly else topology.stages
+        return topology.stages_in_order if self.sums_exactly else topology.stages
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""

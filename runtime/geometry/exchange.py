@@ -201,8 +201,8 @@ class Exchange(_Fields):
         """Whether ranks sum slices in float32, in the order of ranks. [Note: Sums in the order of ranks]
 
         A reduce-scatter of the backend sums in the dtype that it sends, in an order that depends on the number of
-        ranks, NCCL's algorithm and the network. Ranks that exchange slices send as many bytes, and round once. The sum
-        of one stage stays in float32: the next sends that.
+        ranks, NCCL's algorithm and the network. Ranks that exchange slices send as many bytes, and add in float32. The
+        sum of one stage stays in float32: the next sends that.
         """
         return "all_to_all" in self.collectives
 
@@ -214,6 +214,8 @@ class Exchange(_Fields):
         """Cast and scale a reduced gradient."""
         if self.collectives[-1:] == ["all_gather"]:  # the slices may have been padded
             reduced = reduced[: self.numel // math.prod(self.group_sizes[:-2])]
+        if self.sums_exactly:  # the mean may fit where the sum would overflow, and is rounded once
+            return (reduced if self.scale == 1 else reduced * self.scale).to(dtype)
         gradient = reduced.to(dtype)
         return gradient if self.scale == 1 or self.scales_first else gradient * self.scale
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,17 +93,6 @@ class ReductionStage:
     collective: str
     group: Group
     when: When
-
-
-def in_order_of_ranks(stages: Iterable[ReductionStage]) -> tuple[ReductionStage, ...]:
-    """Return stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums."""
-    found = []
-    for stage in stages:
-        found.append(replace(stage, collective="all_to_all"))
-        if stage.collective == "all_reduce" and stage.group.size > 1:
-            when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
-            found.append(ReductionStage("all_gather", stage.group, when))
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -316,6 +304,17 @@ class Topology:
             stages.append(ReductionStage(collective, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
         deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
+
+    @functools.cached_property
+    def stages_in_order(self) -> tuple[ReductionStage, ...]:
+        """Stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums."""
+        found = []
+        for stage in self.stages:
+            found.append(replace(stage, collective="all_to_all"))
+            if stage.collective == "all_reduce" and stage.group.size > 1:
+                when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
+                found.append(ReductionStage("all_gather", stage.group, when))
+        return tuple(found)
 
     # -- process groups -----------------------------------------------------------------------------------------------
 

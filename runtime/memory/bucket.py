@@ -29,6 +29,7 @@ from .. import compat
 from ..formats import forms
 from ..formats.extension import is_extended
 from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.exchange import When
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..owner import Owned, refuse_dropped
@@ -245,9 +246,17 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         if not self.exchange.needs_token:
             self.pending = None
         elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
-            self.pending = DeferredGradient(self, plan.grad_dtype)
+            self.pending = DeferredGradient(self, self._deferred_dtype)
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
+
+    @property
+    def _deferred_dtype(self) -> torch.dtype:
+        """Dtype in which deferred gradients are summed. Sums of slices stay in float32 until their mean is taken."""
+        exchange, dtype = self.exchange, self.plan.grad_dtype
+        if not exchange.sums_exactly or When.IF_DUE.value not in exchange.when[1:]:
+            return dtype
+        return torch.promote_types(dtype, torch.float32)
 
     @functools.cached_property
     def _is_gathered_by_gloo(self) -> bool:

@@ -42,7 +42,7 @@ from ..owner import ignore, owners_of
 from ..plan.model_plan import shared_buffers
 from ..plan.precision import Policies
 from ..ranks.agreement import agree
-from ..ranks.conduct import Conduct
+from ..ranks.conduct import BegunGraph, Conduct
 from ..ranks.journal import journal
 from ..ranks.watchdog import watchdog
 from ..schedule.policy import DEFAULT
@@ -283,10 +283,10 @@ class ShardedModel:
             self.conduct.enter_forward(what, details)
             self.conduct.started += 1
 
-    def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
+    def begin_graph(self, graph: BegunGraph) -> None:
         """Prepare for a compiled graph that is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
         experts = {b.plan.name: b.topology for b in self.buckets if b.plan.is_expert}
-        self.conduct.begin_graph(phase, digest, schedule, buckets, options, experts, self.grad_sync.is_due())
+        self.conduct.begin_graph(graph, experts, self.grad_sync.is_due())
 
     def leave_backward(self) -> None:
         """Outside of backward, clean up after a backward that raised."""

@@ -157,13 +157,7 @@ class BucketPlanner:
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
-        sums_exactly, comm_dtype = policy.grad_sum_dtype is not None, policy.comm_dtype(dtypes.model, dtypes.compute)
-        if sums_exactly and requires_grad and comm_dtype == torch.float64:
-            raise ValueError(
-                f"grad_sum_dtype=torch.float32 would round gradients of {unit.name!r}, which are sent in {comm_dtype}. "
-                "Give its modules a policy of their own, mixed_precision_policy={module: ...}, or another "
-                "grad_comm_dtype."
-            )
+        sums_exactly = policy.grad_sum_dtype is not None
         averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not sums_exactly
         return BucketPlan(
             name=unit.name,
@@ -174,7 +168,7 @@ class BucketPlanner:
             main_dtype=policy.main_dtype(dtypes.model, requires_grad),
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
-            comm_dtype=comm_dtype,
+            comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
             sums_exactly=sums_exactly,
             policy=dtypes.position,
             reduce_op="avg" if averages else "sum",

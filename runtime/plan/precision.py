@@ -33,10 +33,10 @@ class MixedPrecisionPolicy:
             in the parameter's dtype. None: ``main_params_dtype``.
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
             ``main_grads_dtype`` if given, else the dtype that parameters compute in.
-        grad_sum_dtype: ``torch.float32``: ranks exchange slices of their gradients in ``grad_comm_dtype`` (an
-            all-to-all, as many bytes as a reduce-scatter), and each sums the slices of its shard in float32, in the
-            order of ranks, rounding once. Sums then depend on the ranks' values alone: not on the network, NCCL's
-            algorithm or other buckets. Sums over outer ranks are exchanged in float32. After Megatron Core's
+        grad_sum_dtype: ``torch.float32``: each rank sends every other rank the slice of its gradients that the other
+            one holds, in ``grad_comm_dtype`` (an all-to-all, as many bytes as a reduce-scatter), and adds what it
+            receives in float32, in the order of ranks. Sums then depend on the ranks' values alone: not on the network,
+            NCCL's algorithm or other buckets. Sums over outer ranks are exchanged in float32. After Megatron Core's
             ``reduce_scatter_with_fp32_accumulation``. None: the backend sums, in ``grad_comm_dtype``.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
             ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs
@@ -60,7 +60,6 @@ class MixedPrecisionPolicy:
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | Literal["main"] | None = None
-    grad_sum_dtype: torch.dtype | None = None
     param_comm_dtype: torch.dtype | None = None
     param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"] = "rowwise"
     param_comm_filter: Callable[[str, Any], bool] | None = None
@@ -68,6 +67,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    grad_sum_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"):

@@ -51,9 +51,9 @@ _RULE = (
     "zero), or decide for all ranks together."
 )
 
-ADVICE = (
-    f"{_RULE} Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again."
-)
+KEPT = f"Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again"
+
+ADVICE = f"{_RULE} {KEPT}."
 
 LOST = (
     "What was queued on the GPU when the wait was ended has run with incomplete values, an optimizer's step too: load "
@@ -170,6 +170,7 @@ class Order:
         stalled: Why nothing can follow any more: ranks have diverged, and this one was waiting for another one. None:
             it can.
         was_aborted: NCCL's communicators are aborted to end the wait.
+        device_type: Type of the models' devices.
         thread: Thread in which the last model was sharded, and which very likely trains it.
         numbers: Numbers of parameters, by name, for series over them.
     """
@@ -187,6 +188,7 @@ class Order:
         self.epoch = self.events = self.steps = 0
         self.stalled: str | None = None
         self.was_aborted = False
+        self.device_type = ""
         self.thread = threading.get_ident()
         self.numbers: dict[str, int] = {}
         self._limit = limit
@@ -254,9 +256,17 @@ class Order:
 
     def stall(self, why: str) -> None:
         """Let nothing follow: this rank's wait for others is being ended."""
-        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
-            self.was_aborted = compat.nccl_options(compat.process_group(self.group)) is not None
+        self.was_aborted = self.runs_on_nccl
         self.stalled = why
+
+    @property
+    def runs_on_nccl(self) -> bool:
+        """Whether collectives of the models are NCCL's."""
+        if self.device_type == "cpu":  # the group may have a backend for GPUs as well
+            return False
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the group was destroyed
+            return compat.nccl_options(compat.process_group(self.group)) is not None
+        return False
 
     def standstill(self) -> RuntimeError:
         """Return the error of a rank that waits for ranks which will never arrive."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +72,27 @@ class Members(Protocol):
     def partition_groups(self) -> Sequence[Group]: ...
 
 
+class BegunGraph(NamedTuple):
+    """A compiled graph that begins.
+
+    Args:
+        phase: Phase of the graph: forward, backward or inference.
+        digest: Digest of its schedule.
+        schedule: Its collectives, one per line, with numbers for ``buckets``.
+        buckets: Names of the buckets.
+        options: Options that it was compiled with.
+        unused: Trainable parameters that get no gradient in it. They must be the same on all ranks: a rank whose graph
+            has a gradient would show it, and step, while the others would not.
+    """
+
+    phase: str
+    digest: str
+    schedule: str
+    buckets: Sequence[str]
+    options: str
+    unused: Sequence[str]
+
+
 class Conduct:
     """Announces what one model does with other ranks.
 
@@ -93,6 +115,7 @@ class Conduct:
         self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
         self._kind = kind
         self.name = self.order.join(kind, parameters)
+        self.order.device_type = members.topology.mesh.device_type
         self.steps = self.started = 0
         self.failure: str | None = None
         self.captures = False
@@ -121,6 +144,7 @@ class Conduct:
         """Start over with the new process groups of :attr:`members`, and the order that belongs to them."""
         self.order = order_of_group(self.members.agreeing.group_name, self.members.group.group_name)
         self.name = self.order.join(self._kind, parameters)
+        self.order.device_type = self.members.topology.mesh.device_type
         self.started, self.failure, self._copies = 0, None, 0
         self._group_names = self.members.group_names
         self._watch()
@@ -258,27 +282,14 @@ class Conduct:
         self.order.start(announced.text, self.agree_on_order, no_details, announced.series)
         self.started += 1
 
-    def begin_graph(
-        self,
-        phase: str,
-        digest: str,
-        schedule: str,
-        buckets: Sequence[str],
-        options: str,
-        expert_topologies: Mapping[str, Topology],
-        is_due: bool,
-    ) -> None:
+    def begin_graph(self, graph: BegunGraph, expert_topologies: Mapping[str, Topology], is_due: bool) -> None:
         """Prepare for a compiled graph that is about to start its collectives.
 
         Args:
-            phase: Phase of the graph: forward, backward or inference.
-            digest: Digest of its schedule.
-            schedule: Its collectives, one per line, with numbers for ``buckets``.
-            buckets: Names of the buckets.
-            options: Options that it was compiled with.
             expert_topologies: Topologies of the buckets of experts, by name.
             is_due: Whether deferred reductions run.
         """
+        phase, digest, schedule, buckets, options, unused = graph
         self._begun[phase, digest] = schedule, buckets
         # Entries of the journal must not keep the model alive.
         started = functools.partial(_launches, expert_topologies, self.members.topology, schedule, buckets, is_due)
@@ -286,7 +297,14 @@ class Conduct:
         profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
             return  # a single rank may run it alone: see enter_forward
-        self.start(f"{phase} graph {digest} ({options})", lambda: [options, *_named(schedule, buckets)])
+        without = ""
+        if unused:
+            others = hashlib.sha256("\n".join(unused).encode()).hexdigest()[:8]
+            without = f" without gradients of {len(unused)} parameters, such as {unused[0]!r} ({others})"
+        self.start(
+            f"{phase} graph {digest} ({options}){without}",
+            lambda: [options, *_named(schedule, buckets), *(f"no gradient of {name}" for name in unused)],
+        )
 
     @property
     def begun_graphs(self) -> list[tuple[str, list[str]]]:

@@ -22,7 +22,13 @@ import torch
 
 from .. import compat
 
-_OPERATORS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
+_OPERATORS = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_out",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "all_to_all_single",
+)
 
 
 class Launch(NamedTuple):
@@ -70,6 +76,7 @@ interception = _Interception()
 class _Listeners(threading.local):
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque()
+        self.exchanges_slices = False
 
 
 _thread = _Listeners()
@@ -101,6 +108,16 @@ def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
         interception.note()
 
 
+@contextlib.contextmanager
+def exchanging_slices() -> Iterator[None]:
+    """Context in which an all-to-all is a stage of a reduction."""
+    _thread.exchanges_slices = True
+    try:
+        yield
+    finally:
+        _thread.exchanges_slices = False
+
+
 def stop() -> None:
     """Stop intercepting torch's operators."""
     if interception.library is not None:
@@ -112,6 +129,8 @@ def stop() -> None:
 def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
     if not _thread.launches:  # a collective of the model itself, or of other code
         return contextlib.nullcontext()
+    if operator == "all_to_all_single" and not _thread.exchanges_slices:
+        return contextlib.nullcontext()  # experts exchange tokens
     launch = _thread.launches.popleft()
     if interception.listener is not None:
         interception.listener(launch)

@@ -21,6 +21,7 @@ from .. import compat
 from ..memory.comm_buffers import enter_pool
 from ..memory.gradients import Backward
 from ..owner import owners_of
+from ..ranks.conduct import BegunGraph
 
 
 class GraphRun:
@@ -81,14 +82,27 @@ class GraphRun:
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
         if self._owners:
             enter_pool(self._owners[0].comm_buffers)
+        unused: list[str] = []
         if phase == "backward":
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found
+                unused += _unused(backward)
         for owner in self._owners:
             if phase == "backward":
                 owner.grad_sync.note_backward(self._backwards)
             if schedule:
-                owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+                owner.begin_graph(BegunGraph(phase, digest, schedule, self._buckets, self._options, unused))
+
+
+def _unused(backward: Backward) -> list[str]:
+    """Return the names of trainable parameters that get no gradient in a backward which returns that of the shard."""
+    bucket = backward.bucket()
+    if bucket is None or not backward.leaves or not bucket.plan.requires_grad:
+        return []
+    slots = bucket.plan.layout.slots
+    if len(backward.used) == len(slots):
+        return []
+    return [slot.name for index, slot in enumerate(slots) if index not in backward.used]
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:

@@ -627,7 +627,7 @@ FLAGS = [
         "--megatron-fsdp-grad-comm-dtype bf16 --ddp-reduce-scatter-with-fp32-accumulation",
         "ddp.reduce_scatter_with_fp32_accumulation",
         True,
-        {"mixed_precision_policy": api.MixedPrecisionPolicy(F32, None, BF16, F32)},
+        {"mixed_precision_policy": api.MixedPrecisionPolicy(F32, None, BF16, grad_sum_dtype=F32)},
         policy(),
     ),
     FlagRow(

@@ -540,6 +540,8 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
         ("--fine-grained", "8 units"),
         ("--no-bucketing", "8 units"),
         ("--gather-fp8 rowwise", "gathered in float8 (rowwise)"),
+        ("--grad-comm float32", "gradients sent in torch.float32"),
+        ("--grad-sum float32", "gradients summed in torch.float32"),
         ("--gather-fp8 tensorwise", "gathered in float8 (tensorwise)"),
         ("--gather-fp8 blockwise", "gathered in float8 (blockwise)"),
         ("--gather-fp8 mxfp8", "gathered in float8 (mxfp8)"),

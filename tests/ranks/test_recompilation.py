@@ -136,3 +136,31 @@ def has_bits_of_eager(way: str) -> None:
     expected = dist.get_rank() > 0 or way == "numbers"
     assert bool(texts) == expected, texts
     assert not expected or (f"recompile_limit is {LIMIT}" in texts[0] and ", 8]" in texts[0])
+
+
+class Either(nn.Module):
+    """Uses one of two layers, as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, takes_first: bool) -> Tensor:
+        return (self.first(x) if takes_first else self.second(x)).sum()
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_that_use_different_parameters() -> None:
+    """Eagerly they agree on the use. Graphs do not: rows of one rank would be updated, and those of others not."""
+    torch._dynamo.reset()
+    rank, x = dist.get_rank(), torch.ones(2, 8)
+    model = fully_shard_model(parity.build(Either), fsdp_unit_modules=[Either])
+    model(x, rank == 0).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    compiled = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
+    with parity.raises_everywhere(RuntimeError, "without gradients of 2 parameters", "Other ranks are elsewhere"):
+        compiled(x, rank == 0).backward()
+    model.reset()
+    compiled(x, True).backward()
+    assert model.module.first.weight.grad is not None and model.module.second.weight.grad is None
+    torch._dynamo.reset()

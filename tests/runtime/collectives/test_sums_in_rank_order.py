@@ -13,7 +13,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
@@ -173,3 +173,67 @@ def test_averages_and_other_sums() -> None:
         call(data[0, dist.get_rank()]).backward()
         for param, right in zip(model.parameters(), expected("optim_grads_params", data), strict=True):
             assert torch.equal(param.grad.full_tensor(), right * factor)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", pytest.param("HSDP optim_grads_params", marks=pytest.mark.long)]
+)
+@on_ranks(4)
+def test_a_mean_fits_where_the_sum_would_overflow(strategy: str) -> None:
+    """In float16. With two microbatches, HSDP keeps sums of inner ranks in between."""
+    policy = MixedPrecisionPolicy(None, grad_sum_dtype=F32)
+    model = fully_shard_model(Scale().half(), mixed_precision_policy=policy, **mesh_arguments(strategy))
+    for micro in range(2):
+        model.is_last_microbatch = micro == 1
+        model(torch.full((7,), 2e4, dtype=torch.float16)).backward()
+    assert torch.equal(model.module.weight.grad.full_tensor(), torch.full((7,), 4e4, dtype=torch.float16))
+
+
+@on_ranks(2)
+def test_the_dtype_that_is_sent_changes() -> None:
+    model, _ = make("optim_grads_params", EAGER)
+    data = batches(1)
+    with model.mixed_precision_context(MixedPrecisionPolicy(grad_comm_dtype=F32)):
+        model(data[0, dist.get_rank()]).backward()
+    for param, right in zip(model.parameters(), expected("optim_grads_params", data, F32), strict=True):
+        assert torch.equal(param.grad.full_tensor(), right)
+    sent_in_64 = MixedPrecisionPolicy(grad_comm_dtype=torch.float64)
+    with parity.raises_everywhere(ValueError, "would round gradients"), model.mixed_precision_context(sent_in_64):
+        pass
+
+
+@on_ranks(2)
+def test_autograd_grad() -> None:
+    model, _ = make("optim_grads_params", EAGER)
+    data = batches(1)
+    params = list(model.parameters())
+    found = torch.autograd.grad(model(data[0, dist.get_rank()]), params)
+    for mine, right in zip(found, expected("optim_grads_params", data), strict=True):
+        assert torch.equal(mine.full_tensor(), right)
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_regions_and_blocks_that_are_compiled_alone() -> None:
+    data = batches(1)
+    right = expected("optim_grads_params", data)
+    for alone in (False, True):
+        model, _ = make("optim_grads_params", EAGER)
+        settings: dict[str, Any] = {"backend": "mfsdp", "options": {"inner": "aot_eager", "regions": True}}
+        if alone:
+            for block in model.module.blocks:
+                block.compile(**settings)
+        call = model if alone else torch.compile(model, **settings)
+        call(data[0, dist.get_rank()]).backward()
+        for param, gradient in zip(model.parameters(), right, strict=True):
+            assert torch.equal(param.grad.full_tensor(), gradient)
+        torch._dynamo.reset()
