@@ -69,8 +69,11 @@ def recover(model: Recoverable) -> None:
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
     except RuntimeError as error:
         conduct.order.stalled = conduct.order.stalled or str(error)
-        then = "" if conduct.order.was_aborted else " Training can then continue from the current weights."
-        raise RuntimeError(f"{error} This rank has {stopped}. Call {RESET}.{then}") from None
+        if conduct.order.was_aborted:  # the error says that weights are lost
+            raise
+        raise RuntimeError(
+            f"{error} This rank has {stopped}. Call {RESET}. Training can then continue from the current weights."
+        ) from None
     conduct.forget_failure()
     model.quantized.forget()
     for bucket in model.buckets:

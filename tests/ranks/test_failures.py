@@ -103,7 +103,8 @@ def test_ranks_abort_communicators_of_nccl_together() -> None:
     order = sharded.conduct.order
     dist.barrier()
     begun = time.monotonic()
-    with mock.patch.object(compat, "nccl_options", return_value=object()):
+    nccl = mock.patch.object(compat, "nccl_options", return_value=object())
+    with nccl, mock.patch.object(order, "device_type", "cuda"):
         if dist.get_rank() == 1:
             time.sleep(1.0)
         watchdog._meet_before_abort(order)
