@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -94,11 +95,18 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def _ours(config: Config, device: torch.device, compiled: bool, double_buffer: bool = False, **options: Any) -> System:
+def _ours(
+    config: Config,
+    device: torch.device,
+    compiled: bool,
+    double_buffer: bool = False,
+    precision: MixedPrecisionPolicy | None = None,
+    **options: Any,
+) -> System:
     model = fully_shard_model(
         _whole(config, device),
         fsdp_unit_modules=[Block],
-        mixed_precision_policy=MixedPrecisionPolicy(),
+        mixed_precision_policy=precision or MixedPrecisionPolicy(),
         fsdp_double_buffer=double_buffer,
     )
     call = torch.compile(model, backend="mfsdp", options=options) if compiled else model
@@ -171,6 +179,15 @@ def _simple_fsdp_module() -> Any:
     return None
 
 
+REDUCTIONS = {
+    "bfloat16 gradients": MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
+    "bfloat16 gradients added in float32": MixedPrecisionPolicy(
+        grad_comm_dtype=torch.bfloat16, grad_sum_dtype=torch.float32
+    ),
+    "float32 gradients": MixedPrecisionPolicy(grad_comm_dtype=torch.float32),
+}
+"""Ways to reduce gradients, for the systems "mfsdp eager, ..." and "mfsdp compiled, ..."."""
+
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
     "mfsdp without regions": lambda c, d: _ours(c, d, compiled=True, regions=False),
@@ -183,6 +200,11 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "DDP compiled": _ddp,
     "Megatron-FSDP": _megatron_fsdp,
     "SimpleFSDP": _simple_fsdp,
+    **{
+        f"mfsdp {way}, {name}": functools.partial(_ours, compiled=way == "compiled", precision=policy)
+        for name, policy in REDUCTIONS.items()
+        for way in ("eager", "compiled")
+    },
 }
 """Systems in the order in which they are shown. Megatron-FSDP needs a GPU."""
 
@@ -340,7 +362,8 @@ def parse(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=gpus or 2)
     parser.add_argument("--simulate", type=int, metavar="N", help="one process as rank 0 of N; the others are fake")
-    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
+    usual = [name for name in SYSTEMS if ", " not in name]  # without ways to reduce gradients
+    parser.add_argument("--systems", nargs="*", default=usual, choices=list(SYSTEMS))
     parser.add_argument("--width", type=int, default=2048 if gpus else 512)
     parser.add_argument("--layers", type=int, default=16 if gpus else 8)
     parser.add_argument("--heads", type=int, default=16 if gpus else 8)
