@@ -283,6 +283,8 @@ def test_compiled(kind: str) -> None:
         return te_models.shard(model)
 
     for recipe in te_models.BITWISE:
+        if recipe == "nvfp4":  # its layers shift a bool to the left, which torch cannot trace (2.11 to 2.15)
+            continue
         eager = te_models.train_sharded(build(), kind, recipe)
         model = build()
         call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}, fullgraph=whole)
