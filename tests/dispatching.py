@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.collectives import ops
+from mfsdp_compile.runtime.collectives import ops, reduce
 
 
 def kernel_in_python(func: Any) -> Callable[..., Any] | None:
@@ -21,7 +21,8 @@ def kernel_in_python(func: Any) -> Callable[..., Any] | None:
     if isinstance(func, torch._ops.HigherOrderOperator):
         return lambda *args, **kwargs: compat.run_higher_order(func, args, kwargs)
     if func.namespace == "mfsdp":
-        return vars(ops).get(f"_{func._opname}") or vars(ops)[func._opname]  # type: ignore[no-any-return]
+        kernels = vars(reduce) | vars(ops)
+        return kernels.get(f"_{func._opname}") or kernels[func._opname]  # type: ignore[no-any-return]
     return None
 
 

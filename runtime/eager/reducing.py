@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..collectives.ops import await_stage, pack, start_collective, start_stage
+from ..collectives.reduce import await_stage, pack, start_collective, start_stage
 from ..geometry.exchange import When
 from ..memory import gradients, host
 from ..memory.bucket import Bucket

@@ -92,9 +92,8 @@ MUTANTS = {
     ),
     "reduction awaited after its use": Mutant(
         REDUCING,
-        "        result, following = self._step.wait(reduction.result), reduction.stage + 1\n",
-        "        result, following = reduction.result.clone(), reduction.stage + 1\n"
-        "        self._step.wait(reduction.result)\n",
+        "        result = self._step.wait(reduction.result, await_stage, reduction.stage, bucket.exchange)\n",
+        "        result = reduction.result.clone()\n        self._step.wait(reduction.result)\n",
         "full:eager",
         "not ordered",
     ),
@@ -127,7 +126,7 @@ MUTANTS = {
         "registered twice",
     ),
     "a reduction of another kind on one rank": Mutant(
-        "runtime/collectives/ops.py",
+        "runtime/collectives/reduce.py",
         "    return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)\n",
         '    return _start(gradient, exchange.collectives[stage], "max", size, group)\n',
         "full:eager",

@@ -1,0 +1,117 @@
+"""The operators of mfsdp-compile, ``torch.ops.mfsdp.*``.
+
+``unshard(shell, layout)``
+    A marker. While a model is traced, ``module.weight`` returns ``unshard(shell)``; ``passes.unshard`` removes it
+    again. If it is ever run, another backend has compiled the model and would read memory that does not exist, so it
+    raises.
+``unshard_quantized(shell, layout, scaling)``
+    The same for a parameter that modules get as it was gathered in float8 (:mod:`.forms`): stands for its anchor, its
+    data and its scale.
+``gather(shard, resident, token, sent, scales, ...)``
+    A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
+    views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
+    collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is
+    traced as all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is,
+    there is a plain wait, and two results for each parameter: all anchors, and then all data. If the shard is in host
+    memory and the device keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
+``split_scales(scales, ...)``
+    The scales of each parameter of a bucket, as views. Composite.
+``wait_quantized(gathered, scales, ...)``
+    Waits for a bucket that is gathered in float8, and dequantizes it. One operator for both, so that the gathered bytes
+    are no value of the graph that anything else could read or save.
+``gather_whole(shard, resident, token, sent, scales, ...)``
+    A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
+    gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
+    begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs
+    gradients.
+``fetch(shard, device)``
+    A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main
+    dtype.
+``offload(gradient, pins)``
+    A copy of a reduced gradient in host memory. It may still be arriving: the runtime waits before it is read.
+``offload_saved(saved)``, ``fetch_saved(copy, device)``
+    Start a copy of a value that forward saves for backward to host memory, and back.
+``wait_saved(copy, source)``
+    Waits for such a copy. It is declared to write to the copy, so that compilers keep it before the readers, and it
+    takes the source, which thereby exists until the copy has been made.
+``portion(whole, size, group)``
+    A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
+    over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
+    so that graphs are the same on all ranks.
+``pack_gradients(gradients, offsets, numel, dtype)``
+    Gradients at their offsets in one flat bucket, and zeros elsewhere. Inductor gets a lowering for it that lets a
+    matmul write its result directly into the bucket (``mfsdp_compile.backend.lowerings``). With a ``capacity``, the
+    bucket is in a communication buffer.
+``gather_into_buffer(shard, capacity, count, ...)``
+    Cast and all-gather into a communication buffer (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). It must be
+    awaited like any other collective.
+``gradient_buffer(capacity, count, numel, dtype, device)``
+    A communication buffer, for Inductor's code of ``pack_gradients``. It is in no FX graph.
+``reduce_if_due(gradient, token, ...)``
+    A collective that is skipped while gradients are accumulated over microbatches; see
+    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
+    collective.
+``exchange_slices(gradient, group_size, group)``
+    An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. It
+    must be awaited by ``wait_summed``.
+``wait_summed(slices, group_size)``
+    Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
+    ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows.
+``begin(phase, digest, schedule, used)``
+    The first node of a graph, which announces what the graph is about to do; see
+    :mod:`mfsdp_compile.runtime.step.graph_runs`.
+
+The operators take numbers and strings instead of layout and group objects. A graph that contains them therefore prints
+as valid Python, and its cache key includes everything that matters.
+"""
+
+from __future__ import annotations
+
+import torch
+
+library = torch.library.Library("mfsdp", "DEF")
+
+library.define("unshard(Tensor shell, str layout) -> Tensor")
+library.define("unshard_quantized(Tensor shell, str layout, str scaling) -> (Tensor, Tensor, Tensor)")
+library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scaling) -> Tensor[]")
+library.define(
+    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
+    "int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "str form, str offload, bool pins, bool keeps_copy) -> Tensor[]"
+)
+library.define(
+    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
+    "int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "str form, str offload, bool pins, bool keeps_copy) -> (Tensor, Tensor)"
+)
+library.define(
+    "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
+    "str scaling) -> Tensor"
+)
+library.define("fetch(Tensor shard, str device) -> Tensor")
+library.define("offload(Tensor gradient, bool pins) -> Tensor")
+library.define("offload_saved(Tensor saved) -> Tensor")
+library.define("fetch_saved(Tensor copy, str device) -> Tensor")
+library.define("wait_saved(Tensor(a!) copy, Tensor source) -> ()")
+library.define("portion(Tensor whole, int size, str group) -> Tensor")
+library.define(
+    "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> "
+    "Tensor"
+)
+library.define(
+    "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> "
+    "Tensor"
+)
+library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
+library.define(
+    "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
+    "bool inspected) -> Tensor"
+)
+library.define("exchange_slices(Tensor gradient, int group_size, str group) -> Tensor")
+library.define("wait_summed(Tensor slices, int group_size) -> Tensor")
+library.define("begin(str phase, str digest, str schedule, str used) -> ()")
+torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

@@ -1,0 +1,203 @@
+"""Reductions: gradients are packed into buckets, and each stage of a reduction is started and awaited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..geometry.exchange import Buffers, Exchange, When
+from ..geometry.rows import contiguous_strides
+from ..memory.comm_buffers import take
+from ..memory.deferred_gradients import bucket_of
+from ..memory.gradients import defer_unless_due
+from ..ranks import profiling
+from .library import library
+
+
+def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool = True) -> Tensor:
+    """Pack gradients into a bucket, ``[numel]`` in the communication dtype.
+
+    Args:
+        gradients: One per parameter of the bucket; None means zeros. At least one is a tensor.
+        is_traced: Whether this may be traced. If not, the kernel is called without torch's dispatcher.
+    """
+    # An embedding with sparse=True has sparse gradients; a bucket is dense.
+    present = [
+        (g.to_dense() if g.is_sparse else g, o)
+        for g, o in zip(gradients, exchange.offsets, strict=True)
+        if g is not None
+    ]
+    packed = (torch.ops.mfsdp.pack_gradients if is_traced else _pack_gradients)(
+        [g for g, _ in present],
+        [o for _, o in present],
+        exchange.numel,
+        exchange.comm_dtype,
+        *exchange.gradient_buffers,
+    )
+    return packed * exchange.scale if exchange.scales_first else packed
+
+
+def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor | None) -> Tensor:
+    """Start one stage of a reduction. Return its result, which must be awaited.
+
+    Args:
+        gradient: The packed bucket, or the result of the previous stage.
+        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.DeferredGradient`, if it
+            has one.
+    """
+    inspected = exchange.inspected and stage == 0
+    if exchange.when[stage] == When.ALWAYS.value and not inspected:
+        return start_collective(gradient, stage, exchange)
+    assert token is not None
+    return torch.ops.mfsdp.reduce_if_due(
+        gradient,
+        token,
+        exchange.collectives[stage],
+        exchange.when[stage],
+        exchange.reduce_op,
+        exchange.group_sizes[stage],
+        exchange.groups[stage],
+        inspected,
+    )
+
+
+def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor:
+    """Start the collective of a stage, whether or not it is due."""
+    size, group = exchange.group_sizes[stage], exchange.groups[stage]
+    return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)
+
+
+def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) -> Tensor:
+    if collective == "all_reduce":
+        return compat.all_reduce(gradient, op, group)
+    if collective == "all_gather":
+        return compat.all_gather(gradient, size, group)
+    if collective == "all_to_all":
+        return torch.ops.mfsdp.exchange_slices(gradient, size, group)
+    return compat.reduce_scatter(gradient, op, size, group)
+
+
+def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
+    """Return the result of a stage of a reduction."""
+    if exchange.collectives[stage] == "all_to_all":
+        return torch.ops.mfsdp.wait_summed(started, exchange.group_sizes[stage])
+    return compat.wait_tensor(started)
+
+
+@torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
+def _exchange_slices(gradient: Tensor, group_size: int, group: str) -> Tensor:
+    slice_numel = math.ceil(gradient.numel() / group_size)
+    if padding := slice_numel * group_size - gradient.numel():
+        gradient = torch.nn.functional.pad(gradient, (0, padding))
+    slices = [slice_numel] * group_size
+    with profiling.exchanging_slices():
+        return compat.all_to_all(gradient, slices, slices, group)
+
+
+@torch.library.register_fake("mfsdp::exchange_slices", lib=library)
+def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str) -> Tensor:
+    return gradient.new_empty(_started_numel(gradient, "all_to_all", group_size))
+
+
+@torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
+def _wait_summed(slices: Tensor, group_size: int) -> Tensor:
+    first, *others = compat.wait_tensor(slices).chunk(group_size)
+    total = first.to(torch.float32, copy=True)
+    for other in others:
+        total.add_(other)
+    return total
+
+
+@torch.library.register_fake("mfsdp::wait_summed", lib=library)
+def _wait_summed_fake(slices: Tensor, group_size: int) -> Tensor:
+    return slices.new_empty(slices.numel() // group_size, dtype=torch.float32)
+
+
+@torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")
+def _reduce_if_due(
+    gradient: Tensor,
+    token: Tensor,
+    collective: str,
+    when: str,
+    reduce_op: str,
+    group_size: int,
+    group: str,
+    inspected: bool,
+) -> Tensor:
+    to_reduce: Tensor | None = gradient
+    if inspected:
+        bucket_of(token).inspect(gradient)
+    if when == When.IF_DUE.value:
+        to_reduce = defer_unless_due(token, gradient)
+    elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
+        to_reduce = None
+    if to_reduce is None:
+        return gradient.new_zeros(_started_numel(gradient, collective, group_size))
+    if group_size == 1:
+        return to_reduce.clone()
+    return _start(to_reduce, collective, reduce_op, group_size, group)
+
+
+@torch.library.register_fake("mfsdp::reduce_if_due", lib=library)
+def _reduce_if_due_fake(
+    gradient: Tensor,
+    token: Tensor,
+    collective: str,
+    when: str,
+    reduce_op: str,
+    group_size: int,
+    group: str,
+    inspected: bool,
+) -> Tensor:
+    return gradient.new_empty(_started_numel(gradient, collective, group_size))
+
+
+def _started_numel(gradient: Tensor, collective: str, group_size: int) -> int:
+    """Return the number of elements of what a collective returns."""
+    if collective == "reduce_scatter":
+        return gradient.numel() // group_size
+    if collective == "all_to_all":
+        return math.ceil(gradient.numel() / group_size) * group_size
+    return gradient.numel() * (group_size if collective == "all_gather" else 1)
+
+
+@torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")
+def _pack_gradients(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Tensor:
+    device = gradients[0].device
+    if capacity:
+        flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
+    else:
+        flat = torch.empty(numel, dtype=dtype, device=device)
+    places, end = [], 0
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        if offset > end:
+            flat[end:offset].zero_()
+        end = offset + gradient.numel()
+        places.append(flat.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
+    if end < numel:
+        flat[end:].zero_()
+    compat.copy_each(places, list(gradients))
+    return flat
+
+
+@torch.library.register_fake("mfsdp::pack_gradients", lib=library)
+def _pack_gradients_fake(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Tensor:
+    return gradients[0].new_empty(numel, dtype=dtype)
