@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import compat
 from ..collectives.reduce import await_stage, pack, start_collective, start_stage
-from ..geometry.exchange import When
+from ..geometry.exchange import Exchange, When
 from ..memory import gradients, host
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
@@ -118,7 +118,7 @@ class Reducing:
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.exchange.when[stage] == When.ALWAYS.value or bucket.owner.grad_sync.is_due()
-        group = bucket.plan.stages(bucket.topology)[stage].group if will_run else None
+        group = bucket.stages[stage].group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
         with compat.below_autograd():
@@ -134,7 +134,7 @@ class Reducing:
             self._step.owner.grad_sync.touched(bucket)
             return
         following = reduction.stage + 1
-        result = self._step.wait(reduction.result, await_stage, reduction.stage, bucket.exchange)
+        result = self._wait(reduction.result, reduction.stage, bucket.exchange)
         if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
@@ -163,9 +163,14 @@ class Reducing:
         exchange = bucket.exchange
         for stage in range(first, len(exchange.groups)):
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
-            self._step.announce("reduce", bucket, bucket.plan.stages(bucket.topology)[stage].group, more)
-            gradient = self._step.wait(start_collective(gradient, stage, exchange), await_stage, stage, exchange)
+            self._step.announce("reduce", bucket, bucket.stages[stage].group, more)
+            gradient = self._wait(start_collective(gradient, stage, exchange), stage, exchange)
         return self._finished(bucket, gradient)
+
+    def _wait(self, started: Tensor, stage: int, exchange: Exchange) -> Tensor:
+        if exchange.sums_exactly:
+            return self._step.wait(started, await_stage, stage, exchange)
+        return self._step.wait(started)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's

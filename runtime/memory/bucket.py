@@ -231,7 +231,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         if topology is not None:
             self.let_go()
             self.topology = topology
-        self.exchange = plan.exchange(self.topology)
+        self.exchange, self.stages = plan.exchange(self.topology), plan.stages(self.topology)
         vars(self).pop("_is_gathered_by_gloo", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1

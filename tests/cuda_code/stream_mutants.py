@@ -92,7 +92,7 @@ MUTANTS = {
     ),
     "reduction awaited after its use": Mutant(
         REDUCING,
-        "        result = self._step.wait(reduction.result, await_stage, reduction.stage, bucket.exchange)\n",
+        "        result = self._wait(reduction.result, reduction.stage, bucket.exchange)\n",
         "        result = reduction.result.clone()\n        self._step.wait(reduction.result)\n",
         "full:eager",
         "not ordered",
