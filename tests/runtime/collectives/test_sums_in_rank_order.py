@@ -86,7 +86,7 @@ def check(strategy: str, mode: str, microbatches: int, sent: torch.dtype = BF16,
             assert torch.equal(found, right), f"{name}: {(found - right).abs().max()}"
 
 
-SHORT = {("optim_grads_params", EAGER), ("optim_grads_params", AOT_EAGER), ("HSDP optim_grads_params", AOT_EAGER)}
+SHORT = {("optim_grads_params", EAGER), ("HSDP optim_grads_params", AOT_EAGER)}
 ROWS = [
     pytest.param(strategy, mode, marks=[] if (strategy, mode) in SHORT else [pytest.mark.long])
     for strategy in STRATEGIES
@@ -125,10 +125,11 @@ def test_inductor(strategy: str) -> None:
     check(strategy, INDUCTOR, 2)
 
 
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
-def test_communication_buffers_change_no_bit() -> None:
-    for mode in (EAGER, AOT_EAGER):
-        check("optim_grads_params", mode, 1, fsdp_double_buffer=True)
+def test_communication_buffers_change_no_bit(mode: str) -> None:
+    check("optim_grads_params", mode, 1, fsdp_double_buffer=True)
 
 
 @on_ranks(2)
