@@ -851,24 +851,18 @@ def another_sum_reduced(s: Subject) -> Iterator[Change]:
 
 def slices_summed_otherwise(s: Subject) -> Iterator[Change]:
     """Slices of fewer ranks are summed, each of them of two ranks."""
-    for r in s.reductions:
-        for launch in r.stages:
-            for wait in launch.waits:
-                if wait.target is roles.WAIT_SUMMED:
-                    yield set_arg(wait, 1, 1)
+    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
+        yield set_arg(wait, 1, 1)
 
 
 def slices_not_summed(s: Subject) -> Iterator[Change]:
     """A wait returns the slices themselves."""
-    for r in s.reductions:
-        for launch in r.stages:
-            for wait in launch.waits:
-                if wait.target is roles.WAIT_SUMMED:
+    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
 
-                    def change(wait: fx.Node = wait) -> None:
-                        wait.target, wait.args = WAIT, wait.args[:1]
+        def change(wait: fx.Node = wait) -> None:
+            wait.target, wait.args = WAIT, wait.args[:1]
 
-                    yield change
+        yield change
 
 
 def scaled_too_late(s: Subject) -> Iterator[Change]:

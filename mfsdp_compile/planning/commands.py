@@ -201,7 +201,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         work = workload(given.model, batch=given.batch, length=given.seq, dtype=DTYPES[given.dtype])
         if given.fp8_wgrad and given.fp8_matmul is None:
             raise ValueError("--fp8-wgrad needs --fp8-matmul")
-        param_dtype = DTYPES[given.param_dtype] if given.param_dtype is not None else None
+        param_dtype = DTYPES.get(given.param_dtype)
         work = replace(work, param_dtype=param_dtype, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
         if given.microbatches is not None and given.microbatches < 1:
             raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
@@ -211,8 +211,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy(
-            grad_comm_dtype=DTYPES[given.grad_comm] if given.grad_comm is not None else None,
-            grad_sum_dtype=DTYPES[given.grad_sum] if given.grad_sum is not None else None,
+            grad_comm_dtype=DTYPES.get(given.grad_comm), grad_sum_dtype=DTYPES.get(given.grad_sum)
         )
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
             sent = quantize.dtype_of(scaling)

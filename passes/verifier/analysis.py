@@ -404,7 +404,7 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     while (
         node is not None
         and node.op == "call_function"
-        and node.target not in (WAIT, roles.WAIT_SUMMED, *GATHERS, *REDUCES)
+        and node.target not in (*roles.WAITS, *GATHERS, *REDUCES)
         and not roles.is_packed(node)
         and len(node.all_input_nodes) == 1
     ):
@@ -415,7 +415,7 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
 
 def _awaited(node: fx.Node | None) -> Any:
     """Return the node that a wait waits for; a node that is no wait is returned itself."""
-    return node.args[0] if node is not None and node.target in (WAIT, roles.WAIT_SUMMED) else node
+    return node.args[0] if node is not None and node.target in roles.WAITS else node
 
 
 def _bucket_of(node: fx.Node) -> int | None:

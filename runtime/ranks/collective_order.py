@@ -61,7 +61,9 @@ LOST = (
 )
 """What the end of a wait on a GPU means. The program runs ahead of the GPU, and the GPU goes on after an abort."""
 
-_ADVICE_ON_GPUS = f"{_RULE} {LOST}, after {RESET}, which makes the model usable again."
+AFTER_ABORT = f"{LOST}, after {RESET}, which makes the model usable again"
+
+_ADVICE_ON_GPUS = f"{_RULE} {AFTER_ABORT}."
 
 AT_REST = "at rest"
 """Kind of a phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""

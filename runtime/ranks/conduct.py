@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from .. import compat
 from ..geometry.topology import Group, Topology
 from ..schedule.text import ScheduleLine
-from . import profiling
+from . import digests, profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
 from .collective_order import STEP, Details, Order, Series, StepPhase, no_details, order_of_group
 from .journal import journal
@@ -111,11 +110,8 @@ class Conduct:
     """
 
     def __init__(self, members: Members, kind: str, parameters: Iterable[str]) -> None:
-        self.members = members
-        self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
-        self._kind = kind
-        self.name = self.order.join(kind, parameters)
-        self.order.device_type = members.topology.mesh.device_type
+        self.members, self._kind = members, kind
+        self._join(parameters)
         self.steps = self.started = 0
         self.failure: str | None = None
         self.captures = False
@@ -140,11 +136,15 @@ class Conduct:
         duplicate._watch()
         return duplicate
 
+    def _join(self, parameters: Iterable[str]) -> None:
+        members = self.members
+        self.order: Order = order_of_group(members.agreeing.group_name, members.group.group_name)
+        self.order.device_type = members.topology.mesh.device_type
+        self.name = self.order.join(self._kind, parameters)
+
     def rejoin(self, parameters: Iterable[str]) -> None:
         """Start over with the new process groups of :attr:`members`, and the order that belongs to them."""
-        self.order = order_of_group(self.members.agreeing.group_name, self.members.group.group_name)
-        self.name = self.order.join(self._kind, parameters)
-        self.order.device_type = self.members.topology.mesh.device_type
+        self._join(parameters)
         self.started, self.failure, self._copies = 0, None, 0
         self._group_names = self.members.group_names
         self._watch()
@@ -299,8 +299,9 @@ class Conduct:
             return  # a single rank may run it alone: see enter_forward
         without = ""
         if unused:
-            others = hashlib.sha256("\n".join(unused).encode()).hexdigest()[:8]
-            without = f" without gradients of {len(unused)} parameters, such as {unused[0]!r} ({others})"
+            without = (
+                f" without gradients of {len(unused)} parameters, such as {unused[0]!r} ({digests.digest(unused)[:8]})"
+            )
         self.start(
             f"{phase} graph {digest} ({options}){without}",
             lambda: [options, *_named(schedule, buckets), *(f"no gradient of {name}" for name in unused)],
@@ -401,8 +402,7 @@ def _launches_of(
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
         elif line.what == "reduce" and (due or not line.is_deferrable):
-            stages = topology.stages  # of which the last may be two collectives: sums of slices, and their gather
-            group = stages[min(line.number, len(stages)) - 1].group
+            group = topology.stages_in_order[line.number - 1].group  # those of `stages`, the last maybe twice
         if group is not None:
             found.append((line.label, group.name))
     return found

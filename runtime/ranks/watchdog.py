@@ -44,7 +44,7 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import is_in_package, program_line
 from . import notices
-from .collective_order import KEPT, LOST, Order, orders
+from .collective_order import AFTER_ABORT, KEPT, Order, orders
 from .failed_waits import Guarded, why_failed
 from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
@@ -261,8 +261,8 @@ class Watchdog:
         what = what or journal.doing() or order.latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
-            f"{why_failed(live, self._guarded, error)} {LOST if order.runs_on_nccl else KEPT} where all ranks live. "
-            f"The backend's error: {error}"
+            f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if order.runs_on_nccl else KEPT} where all ranks "
+            f"live. The backend's error: {error}"
         ) from error
 
     def explain_nccl(self, error: BaseException) -> None:
