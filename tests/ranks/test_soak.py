@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from soak.faults import Kind
-from soak.growth import GROWTH, growth
+from soak.growth import GROWTH, Held, grown, growth
 from soak.rounds import Plan, Summary, run_round
 
 SHORT = Plan(
@@ -33,3 +33,12 @@ def test_faults_change_nothing(plan: Plan, seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "ranks"), GROWTH)
 def test_ten_thousand_steps_leave_nothing_behind(mode: str, ranks: int, tmp_path: Path) -> None:
     assert growth(mode, ranks, 10_000, tmp_path, print) == []
+
+
+@pytest.mark.parametrize(("per_step", "jump", "is_leak"), [(150, 0, True), (40, 0, False), (40, 1 << 20, False)])
+def test_what_counts_as_growth(per_step: int, jump: int, is_leak: bool) -> None:
+    """What every step leaves behind is found; a container that doubles once is not a leak."""
+    samples = [
+        Held(step, (400 << 20) + per_step * step + jump * (step > 6000), 0, 0, 0, 0) for step in range(500, 10_001, 500)
+    ]
+    assert bool(grown(samples)) is is_leak
