@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.plan.precision import MixedPrecisionPolicy
+    from .train_step import TrainStep, compile_step
     from .wrapper import MegatronFSDP
 
 _PLACES = {
@@ -47,6 +48,7 @@ _PLACES = {
     "runtime.plan.communicators": "Communication Communicator",
     "runtime.plan.offload": "OptimizerOffloadPolicy",
     "runtime.plan.precision": "MixedPrecisionPolicy",
+    "train_step": "TrainStep compile_step",
     "wrapper": "MegatronFSDP",
 }
 """Modules, and the public names that they define, imported at first use: the command line starts without torch."""
@@ -63,8 +65,10 @@ __all__ = [
     "OptimizerOffloadPolicy",
     "ScheduleError",
     "ShardingStrategy",
+    "TrainStep",
     "__version__",
     "capture_step",
+    "compile_step",
     "explain",
     "fully_shard",
     "fully_shard_model",

@@ -164,6 +164,7 @@ class Context:
         float32_gradients: Whether matmuls write gradients in float32 where possible.
         overlap: Kinds of collectives that may overlap with computation.
         other_bytes: Bytes that the model holds outside its buckets: buffers, and communication buffers.
+        delivers_early: Whether backwards deliver each gradient as soon as it has arrived; see :mod:`.deliver`.
         decisions: Decisions about the schedule so far.
     """
 
@@ -173,6 +174,7 @@ class Context:
     float32_gradients: bool = False
     overlap: Overlap = field(default_factory=Overlap)
     other_bytes: int = 0
+    delivers_early: bool = False
     decisions: Decisions = field(default_factory=Decisions)
 
     @property
@@ -181,7 +183,8 @@ class Context:
         neighbors = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
         return (
             f"{[b.signature for b in self.buckets]}:{neighbors}:{self.policy}:{self.whole_model}:"
-            f"{self.float32_gradients}:{self.overlap}:{self.other_bytes if self.policy.is_solved else 0}"
+            f"{self.float32_gradients}:{self.overlap}:{self.delivers_early}:"
+            f"{self.other_bytes if self.policy.is_solved else 0}"
         )
 
 

@@ -16,6 +16,8 @@
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks; then offload, to host memory)
 
+    ... -> wait -> [cast] -> deliver -> output        the gradient is delivered when it has arrived (:mod:`.deliver`)
+
     gradients -> pack_gradients -> exchange_slices -> wait_summed -> ...              the same, summed in float32
                                           (an all_gather may follow, if every rank needs the whole sum)
 
@@ -244,6 +246,7 @@ def is_operator(node: fx.Node) -> bool:
 
 GATHER_INTO_BUFFER = torch.ops.mfsdp.gather_into_buffer.default
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default, GATHER_INTO_BUFFER)
+DELIVER = torch.ops.mfsdp.deliver.default
 EXCHANGE_SLICES = torch.ops.mfsdp.exchange_slices.default
 REDUCES = (
     _c10d.reduce_scatter_tensor.default,

@@ -58,6 +58,8 @@ class CompileOptions:
             to be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of
             their weights be multiples of 16; :func:`explain` says which were left, and why. See
             :mod:`mfsdp_compile.passes.fp8_matmul`.
+        step_in_backward: Whether backwards deliver each gradient as soon as it has arrived, so that
+            :func:`mfsdp_compile.compile_step`, which sets this, can step over it there.
         fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
         fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
             must answer the same on all ranks.
@@ -80,6 +82,7 @@ class CompileOptions:
     regions: bool | str = "auto"
     report: bool = False
     float32_gradients: bool = False
+    step_in_backward: bool = False
     fp8_matmul: str | None = None
     fp8_wgrad: bool = False
     fp8_filter: Fp8Filter | None = field(default=None, repr=False)  # graphs show what it chooses
@@ -186,7 +189,7 @@ class CompileOptions:
         """Raise TypeError or ValueError for unsupported values of options other than the schedule's."""
         if self.inner not in INNER_COMPILERS:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {self.inner!r}")
-        for name in ("float32_gradients", "fp8_wgrad", "report", "progress"):
+        for name in ("float32_gradients", "step_in_backward", "fp8_wgrad", "report", "progress"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"options['{name}'] takes True or False, got {value!r}")
         _check_fp8(self.fp8_matmul, self.fp8_wgrad, self.fp8_filter)

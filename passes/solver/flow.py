@@ -155,6 +155,7 @@ class Flow:
         uses: Place of the first use of each bucket and the bucket, in order, whether it is communicated or not.
         saved: Values saved for the backward graph.
         copies: Copies of saved values to host memory and back.
+        delivered: Places where gradients are delivered, and the index of the bucket.
     """
 
     kernels: tuple[Kernel, ...]
@@ -164,6 +165,7 @@ class Flow:
     uses: tuple[tuple[float, int], ...]
     saved: Saved = field(default_factory=dict)
     copies: tuple[SavedCopy, ...] = ()
+    delivered: tuple[tuple[float, int], ...] = ()
 
 
 def flow_of(
@@ -215,8 +217,16 @@ class _Reader:
             for gather in roles.gathers(self.graph)
             if gather.uses
         )
+        delivers = self.graph.find_nodes(op="call_function", target=roles.DELIVER)
         return Flow(
-            tuple(self.kernels), seconds, collectives, storages, tuple(uses), self._saved(), tuple(self._copies())
+            tuple(self.kernels),
+            seconds,
+            collectives,
+            storages,
+            tuple(uses),
+            self._saved(),
+            tuple(self._copies()),
+            tuple((self.place[node], node.args[2]) for node in delivers),  # type: ignore[misc]
         )
 
     # -- regions ------------------------------------------------------------------------------------------------------
@@ -301,6 +311,8 @@ class _Reader:
         target = node.target
         if target is torch.ops._c10d_functional.wait_tensor.default:
             return True
+        if target is roles.DELIVER:
+            return False
         return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
     def _given(self, node: fx.Node) -> list[Storage]:
@@ -327,7 +339,7 @@ class _Reader:
             category, bucket = Category.GRADIENTS, kernel.finishes
         if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_unstored(node)):
             size = 0
-        if node.target is roles.OFFLOAD_SAVED:  # in host memory
+        if node.target in (roles.OFFLOAD_SAVED, roles.DELIVER):  # in host memory, or without memory
             size = 0
         if node.target is roles.FETCH_SAVED:
             category = Category.SAVED

@@ -176,6 +176,7 @@ def is_compute(node: fx.Node) -> bool:
 _NOTHING = (
     torch.ops._c10d_functional.wait_tensor.default,
     torch.ops.mfsdp.begin.default,
+    roles.DELIVER,
     roles.OFFLOAD_SAVED,
     roles.FETCH_SAVED,
     roles.WAIT_SAVED,

@@ -247,7 +247,13 @@ class WaitCopy(NamedTuple):
     copy: SavedCopy | Copies
 
 
-Event = Allocate | Free | Compute | Enter | Start | Wait | StartCopy | WaitCopy
+class StepBucket(NamedTuple):
+    """The optimizer steps over a bucket, in backward."""
+
+    bucket: int
+
+
+Event = Allocate | Free | Compute | Enter | Start | Wait | StartCopy | WaitCopy | StepBucket
 
 
 class Turn(NamedTuple):
@@ -282,7 +288,7 @@ def simulate(
         optimizer: Cost of the optimizer; None: the step ends before the optimizer's step.
         details: Whether to record spans and memory over time, not only sums.
     """
-    clock = _Clock(context, costs, resting, details)
+    clock = _Clock(context, costs, resting, optimizer, details)
     clock.quantize_shards()
     clock.gather_residents()
     if isinstance(turns, Mapping):
@@ -293,7 +299,7 @@ def simulate(
         clock.run(turn.stage, turn.events)
         clock.turns.append((begun, clock.now))
     if optimizer is not None:
-        clock.step(optimizer)
+        clock.step()
     return clock.timeline()
 
 
@@ -314,6 +320,7 @@ def events_of(flow: Flow) -> list[Event]:
     for copy in flow.copies:
         found.append((copy.start, 3, StartCopy(copy)))
         found.append((copy.wait, 3, WaitCopy(copy)))
+    found += [(place, 3, StepBucket(bucket)) for place, bucket in flow.delivered]
     found += [(place, 1, Enter(bucket)) for place, bucket in flow.uses]
     found.sort(key=lambda entry: entry[:2])
     return [event for _, _, event in found]
@@ -324,8 +331,17 @@ _Running = tuple[float, float, Exposure]
 
 
 class _Clock:
-    def __init__(self, context: Context, costs: CostModel, resting: Mapping[Category, int], details: bool) -> None:
+    def __init__(
+        self,
+        context: Context,
+        costs: CostModel,
+        resting: Mapping[Category, int],
+        optimizer: OptimizerCost | None,
+        details: bool,
+    ) -> None:
         self.context, self.costs, self.details = context, costs, details
+        self.optimizer = optimizer or OptimizerCost("none", 0, 0, 0)
+        self.stepped: set[int] = set()
         self._slower = 1 + costs.hardware.compute_slowdown
         self.now = 0.0
         self.computed = 0.0
@@ -466,6 +482,9 @@ class _Clock:
                 copied[event.copy] = self.copy(event.copy.outward, event.copy.seconds)
             elif isinstance(event, WaitCopy):
                 self.idle_until(stage, unit, copied.pop(event.copy))
+            elif isinstance(event, StepBucket):
+                self.stepped.add(event.bucket)
+                self.step_over([buckets[event.bucket]])
             else:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
@@ -500,11 +519,14 @@ class _Clock:
         self.units[stage, unit] = self.units.get((stage, unit), 0.0) + until - begun
         return until - begun
 
-    def step(self, optimizer: OptimizerCost) -> None:
-        trained = [info for info in self.context.buckets if info.trainable]
+    def step(self) -> None:
+        """Step over the buckets that backward has left."""
+        self.step_over([i for n, i in enumerate(self.context.buckets) if i.trainable and n not in self.stepped])
+
+    def step_over(self, trained: Sequence[BucketInfo]) -> None:
+        optimizer, begun = self.optimizer, self.now
         on_host = sum(info.layout.shard_numel for info in trained if info.exchange.offload)
         elements = sum(info.layout.shard_numel for info in trained) - on_host
-        begun = self.now
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
         if on_host:  # the CPU begins when the last gradient is there, while the device steps over its shards
@@ -515,7 +537,8 @@ class _Clock:
                     self.now += self.costs.host_copy(info.shard_bytes)
         if self.details:
             self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
-        self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun
+        before = self.units.get((Stage.OPTIMIZER, "optimizer"), 0.0)
+        self.units[Stage.OPTIMIZER, "optimizer"] = before + self.now - begun
         self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
 
     def timeline(self) -> Timeline:

@@ -29,6 +29,7 @@ from .simulate import (
     Stage,
     Start,
     StartCopy,
+    StepBucket,
     Timeline,
     Turn,
     Wait,
@@ -366,6 +367,8 @@ class StepOutlines:
                 place += [Free(Category.GRADIENTS, held), final]
             if not begins and not info.exchange.may_wait(0):  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
+            if ends and context.delivers_early and not info.exchange.offload:
+                place += [StepBucket(g.bucket), Free(Category.GRADIENTS, final.bytes)]
         packed: list[tuple[int, Event]] = []
         others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):

@@ -395,7 +395,7 @@ class Analysis:
 
 
 def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-    """Follow single-input nodes up to a collective, a wait or packed gradients.
+    """Follow single-input nodes, and what delivers gradients, up to a collective, a wait or packed gradients.
 
     Returns:
         The node at the end, and the nodes on the way in graph order.
@@ -406,7 +406,7 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
         and node.op == "call_function"
         and node.target not in (*roles.WAITS, *GATHERS, *REDUCES)
         and not roles.is_packed(node)
-        and len(node.all_input_nodes) == 1
+        and (len(node.all_input_nodes) == 1 or node.target is roles.DELIVER)
     ):
         passed.insert(0, node)
         node = node.all_input_nodes[0]

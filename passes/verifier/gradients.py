@@ -14,6 +14,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
+from ..deliver import bucket_at_rest
 from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of
 from .contract import Contract, Gradient, gradients_of, packed
 
@@ -149,6 +150,46 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
                 yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
 
 
+def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
+    """A backward that delivers gradients early delivers each once, whole and scaled, to its own bucket.
+
+    A step over the bucket may follow at once, so nothing reads the bucket at rest afterwards.
+    """
+    if not found.context.delivers_early or found.phase is not Phase.BACKWARD:
+        return
+    seen: set[int] = set()
+    for node in found.graph.find_nodes(op="call_function", target=roles.DELIVER):
+        bucket = node.args[2]
+        if bucket in seen:
+            yield "its gradient is delivered twice", node, bucket
+        seen.add(bucket)
+        rests = [n for n in found.graph.find_nodes(op="placeholder") if bucket_at_rest(n) == bucket]
+        if list(node.args[1]) != rests:
+            yield f"{node} is declared to write to {node.args[1]}, not to {rests}", node, bucket
+        for reader in [reader for rest in rests for reader in _readers(rest) if reader is not node]:
+            if found.order[reader] > found.order[node]:
+                yield f"{reader} reads it at rest after its gradient was delivered by {node}", reader, bucket
+    for reduction in found.reductions:
+        for _, after in reduction.returned if reduction.stages else ():
+            delivers = [node for node in after if node.target is roles.DELIVER]
+            if not delivers or delivers[-1] is not after[-1]:
+                yield "its gradient is not delivered before the graph returns", reduction.last, reduction.bucket
+            elif delivers[-1].args[2] != reduction.bucket:
+                yield (
+                    f"its gradient is delivered to {found.info(delivers[-1].args[2]).name!r}",
+                    after[-1],
+                    reduction.bucket,
+                )
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a node's memory, through views too."""
+    found = []
+    for user in node.users:
+        found += [user, *_readers(user)] if roles.is_view(user) else [user]
+    return found
+
+
 def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:
     exchange = found.info(reduction.bucket).exchange
     inside = reduction.pack is not None and reduction.pack.target is operator.getitem  # a region has scaled it
@@ -170,7 +211,7 @@ def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ..
 
 def _factor(node: fx.Node) -> float | None:
     """Return the factor by which a single-input operator scales its input; None if it does something else."""
-    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD):
+    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD, roles.DELIVER):
         return 1.0
     if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:
         number = next((value for value in node.args if isinstance(value, (int, float))), None)

@@ -75,6 +75,7 @@ RULES = tuple(
             shards_match,
             products_in_float8,
             right_arena,
+            gradients.delivered_after_use,
         ),
         1,
     )

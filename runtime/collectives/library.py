@@ -57,6 +57,12 @@
 ``wait_summed(slices, group_size)``
     Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
     ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows.
+``deliver(gradient, at_rest, bucket)``
+    Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
+    instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
+    (:mod:`mfsdp_compile.runtime.optim.in_backward`). It is therefore declared to write to what the graph has of the
+    bucket at rest, its shard and its resident. Returns zeros of the gradient's shape without memory, for the graph to
+    return in its place.
 ``begin(phase, digest, schedule, used)``
     The first node of a graph, which announces what the graph is about to do; see
     :mod:`mfsdp_compile.runtime.step.graph_runs`.
@@ -113,5 +119,6 @@ library.define(
 )
 library.define("exchange_slices(Tensor gradient, int group_size, str group) -> Tensor")
 library.define("wait_summed(Tensor slices, int group_size) -> Tensor")
+library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

@@ -306,3 +306,17 @@ def _gradient_buffer_fake(capacity: int, count: int, numel: int, dtype: torch.dt
 @torch.library.impl(library, "begin", "CompositeExplicitAutograd")
 def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
     graph_runs.begin(phase, digest, schedule, used)
+
+
+# -- deliver ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.impl(library, "deliver", "CompositeExplicitAutograd")
+def _deliver(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor:
+    graph_runs.deliver(gradient, bucket)
+    return gradient.new_zeros(()).expand(gradient.shape)
+
+
+@torch.library.register_fake("mfsdp::deliver", lib=library)
+def _deliver_fake(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor:
+    return gradient.new_empty(()).expand(gradient.shape)

@@ -16,6 +16,7 @@ __all__ = [
     "compile_with_aot_eager",
     "flop_formula",
     "is_backward_node",
+    "is_forward_input",
     "is_tangent",
     "min_cut_partition",
     "trace_with_aot",
@@ -66,6 +67,11 @@ def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder of a backward graph is the gradient of an output of the forward."""
     return "tangents" in str(node.target)  # the same test as in torch's partitioner
+
+
+def is_forward_input(node: fx.Node) -> bool:
+    """Whether a placeholder of a backward graph is an input of the forward, and not a value that forward has saved."""
+    return str(node.target).startswith("primals")
 
 
 def is_backward_node(node: fx.Node) -> bool:

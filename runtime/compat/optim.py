@@ -11,7 +11,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
 from .frames import frames
 
-__all__ = ["is_running", "muon_learning_rate", "orthogonalize", "step_without_hooks"]
+__all__ = ["has_step_hooks", "is_running", "muon_learning_rate", "orthogonalize", "step_without_hooks"]
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
@@ -22,3 +22,8 @@ def is_running(optimizer: torch.optim.Optimizer) -> bool:
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """Return ``cls.step`` without what torch's constructor has put around it: global hooks, and a profiler's record."""
     return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks of its own that run before or after its step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

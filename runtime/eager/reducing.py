@@ -231,6 +231,7 @@ class Anchors:
     def of(bucket: Bucket, reducing: Reducing) -> Anchors:
         served: list[gradients.Backward] = []
         written: list[WrittenGradients] = []
+        bucket.contributions += 1
         *params, whole = _Reduce.apply(bucket, reducing, served, written, *bucket.params)
         return Anchors(tuple(params), whole, served, written)
 

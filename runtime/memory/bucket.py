@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -108,6 +108,22 @@ class GradientEvents(Protocol):
 
     def inspect(self, bucket: Bucket, packed: Tensor) -> None:
         """The packed gradient, ``[numel]``, is about to be reduced."""
+
+
+class GradientConsumer(Protocol):
+    """An optimizer's step over one bucket, in backward: :class:`~..optim.in_backward.BucketStep`."""
+
+    def __call__(self, total: Tensor, used: Collection[int], in_graph: bool) -> bool:
+        """Use up the sum of the bucket's gradients, ``[shard_numel]`` in the dtype in which they are accumulated.
+
+        Args:
+            used: Indices of parameters that this rank has used in the running backward.
+            in_graph: Whether a compiled graph has called, which knows all readers of the bucket. Autograd may run
+                further ones, such as those of a detached weight.
+
+        Returns:
+            Whether it was used up. If not, nothing has happened, and the parameters get it.
+        """
 
 
 class Conductor(Protocol):
@@ -206,6 +222,11 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         self.clean: set[int] = set()
         """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: DeferredGradient | None = None
+        self.consumer: GradientConsumer | None = None
+        """What uses the sum of gradients up as soon as it is complete, so that parameters have none."""
+        self.contributions = 0
+        """Forwards whose backward has still to add to the gradients: the graphs of a model with graph breaks have one
+        each. The sum is complete with the last one."""
         self.set_plan(plan)
 
     def accumulating(self, accumulation: Accumulation) -> Topology:

@@ -158,6 +158,16 @@ class FlatShard:
         """Whether a gathered tensor stays between uses, even if only within a step."""
         return bool(self.topology.resident_groups)
 
+    @property
+    def is_used_at_rest(self) -> bool:
+        """Whether modules get views of the shard's own memory, so that a step changes what they got."""
+        if self.has_resident:
+            resident = self.resident
+            return (
+                resident is not None and resident.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+            )
+        return not self.exchange.gather_group and self.plan.compute_dtype == self.plan.main_dtype
+
     def _parts_of(self, resident: Tensor) -> list[Tensor]:
         """Return this rank's shard in a resident, and what it holds after the gather over each group."""
         parts = [resident]

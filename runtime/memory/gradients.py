@@ -12,6 +12,8 @@ frees it, as in plain torch.
     after accumulating      ``install``   makes every parameter's ``.grad`` a view of the flat gradient
     at the end of backward  ``settle``    sets ``.grad`` back to None for parameters that no rank used
 
+    instead of ``install``  ``bucket.consumer`` may use the sum up, so that parameters have no gradient
+
 Variations
     * Gradients are accumulated in another dtype than the parameters' (``main_grads_dtype``): ``.grad`` shows the sum in
       the parameter's dtype, and the sum itself is attached to it.
@@ -64,6 +66,8 @@ class Backward:
             gradients.
         used: Indices of parameters that get a gradient in this backward; known when its graph begins.
         requested: What the running backward wants; known when its graph begins, if that says so.
+        delivered: Whether the graph itself has delivered the gradient; see :func:`deliver_to`.
+        kept: A gradient for ``torch.autograd.grad`` that the graph has delivered.
     """
 
     bucket: weakref.ref[Bucket]
@@ -71,6 +75,8 @@ class Backward:
     leaves: Sequence[Any] = ()
     used: frozenset[int] = frozenset()
     requested: RequestedGradients | None = None
+    delivered: bool = False
+    kept: Tensor | None = None
 
     @staticmethod
     def through(bucket: Bucket) -> Backward:
@@ -86,6 +92,8 @@ def shards_of(buckets: Sequence[Bucket], backwards: Sequence[Backward]) -> Seque
     shards: Sequence[Tensor] = _Shards.apply(buckets, backwards, *(param for b in buckets for param in b.params))
     node = next((shard.grad_fn for shard in shards if shard.grad_fn is not None), None)
     if node is not None:
+        for bucket in buckets:
+            bucket.contributions += bucket.plan.requires_grad
         leaves = iter(node.next_functions)
         for bucket, backward in zip(buckets, backwards, strict=True):
             backward.leaves = [leaf for leaf, _ in itertools.islice(leaves, len(bucket.params))]
@@ -119,10 +127,32 @@ class _Shards(torch.autograd.Function):
         return None, None, *returned
 
 
-def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | None]:
-    """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
+def deliver_to(backward: Backward, gradient: Tensor) -> None:
+    """Accumulate the gradient of a shard while the graph that has computed it still runs.
+
+    A gradient for ``torch.autograd.grad`` is only kept, for when the graph returns.
+    """
+    requested = backward.requested or RequestedGradients.of(backward.leaves)
+    if requested.returned:
+        backward.kept = gradient.clone()
+        return
+    _receive(backward, gradient, in_graph=True)
+    backward.requested, backward.delivered = requested, True
+
+
+def _receive(backward: Backward, gradient: Tensor | None, in_graph: bool = False) -> Sequence[Tensor | None]:
+    """Accumulate the gradient of a shard. Return what autograd passes to the parameters.
+
+    Args:
+        in_graph: Whether a compiled graph has called, which reuses the gradient's memory.
+    """
     bucket, requested = backward.bucket(), backward.requested or RequestedGradients.of(backward.leaves)
     backward.requested = None
+    if backward.delivered:
+        backward.delivered = False
+        return requested.nothing
+    if backward.kept is not None:
+        gradient, backward.kept = backward.kept, None
     if gradient is None or not (requested.added or requested.returned):
         return requested.nothing
     if bucket is None:
@@ -137,11 +167,11 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
         if bucket.pending is None and (
             unrequested := used & requested.left_out
         ):  # ``defer_unless_due`` drops them from sums
-            gradient = gradient.clone()
+            gradient, in_graph = gradient.clone(), False
             views = bucket.views(gradient)
             for index in unrequested:
                 views[index].zero_()
-        accumulate(bucket, gradient, used - requested.left_out)
+        accumulate(bucket, gradient, used - requested.left_out, in_graph)
     bucket.owner.grad_sync.touched(bucket)
     return requested.nothing
 
@@ -234,17 +264,23 @@ def used_so_far(bucket: Bucket) -> set[int]:
 
 
 @torch.no_grad()
-def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
+def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int], in_graph: bool = False) -> None:
     """Add a reduced gradient, ``[shard_numel]`` in the main dtype. The tensor itself may be kept as the sum.
 
     Args:
         used: Indices of parameters that this rank has used. Their hooks run.
+        in_graph: Whether a compiled graph has called, which reuses the tensor's memory: it must not be kept.
     """
     if bucket.plan.offload is not None:
         host.settle(bucket.device)
-    gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
+    given, gradient = gradient, _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = _collect(bucket)
-    install(bucket, gradient if total is None else total.add_(gradient), used)
+    total = gradient if total is None else total.add_(gradient)
+    if bucket.consumer is not None and bucket.contributions == 1 and bucket.consumer(total, used, in_graph):
+        for param in bucket.params if total is not gradient else ():
+            _attach(bucket, param, None)
+        return
+    install(bucket, total.clone() if in_graph and total is given else total, used)
 
 
 @torch.no_grad()
@@ -388,6 +424,11 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
         return flat
     total = collect(bucket)
     assert total is not None
+    return shown(bucket, total)
+
+
+def shown(bucket: Bucket, total: Tensor) -> Tensor:
+    """Return the flat gradient as the parameters' ``.grad`` shows it, in the parameters' dtype if it must be cast."""
     return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
 
 
@@ -395,20 +436,19 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
     keeps = bucket.plan.keeps_memory
     total = bucket.keep("gradient", total) if keeps else total
-    shown = total
-    if _shows_cast(bucket):
-        shown = total.to(bucket.plan.main_dtype)
-        shown = bucket.keep("shown", shown) if keeps else shown
+    visible = shown(bucket, total)
+    if visible is not total and keeps:
+        visible = bucket.keep("shown", visible)
     if bucket.pending is not None:
         bucket.pending.earlier.clear()
     used_so_far(bucket)
     attribute = bucket.plan.grad_attribute
-    for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
+    for index, view in enumerate(bucket.local_views(visible, backing=(visible,))):
         param = bucket.params[index]
         if not bucket.trains[index] and getattr(param, attribute, None) is None:
             continue
-        if shown is not total:
-            view.__dict__["mfsdp_total"] = (total, shown._version)
+        if visible is not total:
+            view.__dict__["mfsdp_total"] = (total, visible._version)
         if index in bucket.provisional:
             mark_provisional(view)
         setattr(param, attribute, view)

@@ -95,7 +95,7 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
         elif isinstance(optimizer, type):
             kind, hint = f"class, {optimizer.__name__}", "Make an instance of it, from the model's parameters"
         raise TypeError(f"{what} takes a torch.optim.Optimizer, got a {kind}. {hint}.")
-    if vars(optimizer).get("mfsdp_extended"):
+    if is_extended(optimizer):
         raise ValueError(
             f"The {type(optimizer).__name__} is already extended. Call fully_shard or fully_shard_optimizer on it "
             "only once."
@@ -109,6 +109,11 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
             "Something has already wrapped this Muon's step(), perhaps a learning-rate scheduler. Create it after "
             "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
         )
+
+
+def is_extended(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`extend` was called."""
+    return bool(vars(optimizer).get("mfsdp_extended"))
 
 
 def extend(
@@ -126,7 +131,7 @@ def extend(
         NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled, or that
             the model ignores.
     """
-    owners = _owners(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
+    owners = models_of_optimizer(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
     if type(optimizer) is torch.optim.Muon:
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
@@ -267,7 +272,16 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
         )
 
 
-def _owners(optimizer: torch.optim.Optimizer, takes_ignored: bool) -> list[OptimizedModel]:
+def models_of_optimizer(optimizer: torch.optim.Optimizer, takes_ignored: bool = True) -> list[OptimizedModel]:
+    """Return the models whose parameters an optimizer holds.
+
+    Args:
+        takes_ignored: Whether it may hold parameters that a model ignores.
+
+    Raises:
+        ValueError: It holds no parameters of a sharded model, or others.
+        NotImplementedError: It holds ignored parameters and must not.
+    """
     buckets: dict[Bucket, None] = {}
     others = 0
     for i, group in enumerate(optimizer.param_groups):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from ..memory.bucket import Bucket, Home
 from ..memory.tensor import RowShardedTensor
 from .trial import is_elementwise
 
+_FLAT_STEP = "mfsdp_flat_step"
+"""Attribute of an optimizer with its :class:`FlatStep`."""
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 
@@ -96,6 +98,9 @@ class FlatStep:
         check_elementwise(optimizer)
         self._reference = weakref.ref(optimizer)
         self._runs: dict[tuple[int, ...], list[_AdjacentParams]] = {}
+        self.stepped: set[Bucket] = set()
+        """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
+        vars(optimizer)[_FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
     @property
@@ -114,6 +119,52 @@ class FlatStep:
             result = step()
         return result if closure is None else loss
 
+    def runs_by_bucket(self) -> dict[Bucket, list[tuple[dict[str, Any], _AdjacentParams]]]:
+        """Return the runs of each bucket, each with its parameter group."""
+        found: dict[Bucket, list[tuple[dict[str, Any], _AdjacentParams]]] = {}
+        for group in self._optimizer.param_groups:
+            for run in self._runs_of([param for param in group["params"] if isinstance(param, RowShardedTensor)]):
+                found.setdefault(run.bucket, []).append((group, run))
+        return found
+
+    @torch.no_grad()
+    def step_bucket(
+        self,
+        runs: Sequence[tuple[dict[str, Any], _AdjacentParams]],
+        gradient: Tensor,
+        step: Callable[[torch.optim.Optimizer], Any],
+    ) -> bool:
+        """Step over one bucket, ahead of the optimizer's step.
+
+        Args:
+            runs: The runs of the bucket, from :meth:`runs_by_bucket`.
+            gradient: The bucket's gradient, ``[shard_numel]`` in the dtype of the shard.
+            step: The optimizer's own step, without hooks.
+
+        Returns:
+            Whether it was stepped. Not if parameters of a run have different state.
+        """
+        optimizer = self._optimizer
+        if not all(self._collect_state(run) for _, run in runs):
+            return False
+        given = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        try:
+            for group, run in runs:
+                self._give_gradient(run, gradient)
+                group["params"].append(run.flat)
+                if run.state:
+                    optimizer.state[run.flat] = run.state
+            step(optimizer)
+        finally:
+            for group, params in zip(optimizer.param_groups, given, strict=True):
+                group["params"] = params
+            for _, run in runs:
+                self._give_back(run)
+        self.stepped.add(runs[0][1].bucket)
+        return True
+
     @contextlib.contextmanager
     def _over_runs(self) -> Iterator[None]:
         state = self._optimizer.state
@@ -124,6 +175,8 @@ class FlatStep:
                 sharded = [param for param in group["params"] if isinstance(param, RowShardedTensor)]
                 tensors: list[Tensor] = [param for param in group["params"] if not isinstance(param, RowShardedTensor)]
                 for run in self._runs_of(sharded):
+                    if run.bucket in self.stepped:
+                        continue
                     if self._take(run):
                         taken.append(run)
                         tensors.append(run.flat)
@@ -152,10 +205,13 @@ class FlatStep:
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
             return False
+        self._give_gradient(run, gradient)
+        return True
+
+    def _give_gradient(self, run: _AdjacentParams, gradient: Tensor) -> None:
         gradient = run.bucket.elements(gradient)
         mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
         setattr(run.flat, run.bucket.plan.grad_attribute, mine)
-        return True
 
     def _collect_state(self, run: _AdjacentParams) -> bool:
         state = self._optimizer.state
@@ -232,9 +288,20 @@ class FlatStep:
                         )
 
 
+def flat_step_of(optimizer: torch.optim.Optimizer) -> FlatStep | None:
+    """Return what steps ``optimizer`` over flat shards; None: it steps over parameters."""
+    found: FlatStep | None = vars(optimizer).get(_FLAT_STEP)
+    return found
+
+
+def is_for_flat(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer works element by element, as far as that can be tried."""
+    return not isinstance(optimizer, _NOT_ELEMENTWISE) and is_elementwise(optimizer)
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if the optimizer does not work element by element, as far as that can be tried."""
-    if isinstance(optimizer, _NOT_ELEMENTWISE) or not is_elementwise(optimizer):
+    if not is_for_flat(optimizer):
         raise ValueError(
             f"flat=True: a {type(optimizer).__name__} does not work element by element; it needs whole parameters. Use "
             "fully_shard_optimizer(optimizer, whole=True)."

@@ -29,6 +29,7 @@ class StepTracker:
         self._conduct = conduct
         self._running: torch.optim.Optimizer | None = None
         self._version = 0  # of the weights, when the running step began
+        self._ahead: int | None = None  # the version before a backward that steps buckets ahead of the step
         self._is_half_done = False  # a step has changed some weights and not others
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -42,7 +43,13 @@ class StepTracker:
         self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
         self.check()
         self._conduct.enter_step(type(optimizer).__name__)
-        self._running, self._version = optimizer, self._weights_version
+        self._running = optimizer
+        self._version, self._ahead = self._weights_version if self._ahead is None else self._ahead, None
+
+    def begin_backward(self) -> None:
+        """Handle a backward that steps buckets ahead of the optimizer's step, which must follow."""
+        self.check()
+        self._ahead = self._weights_version
 
     def _refuse_unreduced(self, params: Set[int]) -> None:
         """Raise RuntimeError, before weight decay changes anything, if a gradient is incomplete.
@@ -70,9 +77,10 @@ class StepTracker:
 
         If the step has changed no weight, it may be repeated. Ranks compare that before the next forward.
         """
-        has_changed = self._running is not None and self._weights_version != self._version
+        version = self._ahead if self._ahead is not None else self._version if self._running is not None else None
+        has_changed = version is not None and self._weights_version != version
         self._is_half_done |= has_changed
-        self._running = None
+        self._running = self._ahead = None
         self._conduct.fail(error, is_certain=has_changed)
 
     def check(self) -> None:
@@ -98,7 +106,7 @@ class StepTracker:
     def reset(self) -> None:
         """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""
         half = self._is_half_done or self._running is not None
-        self._is_half_done, self._running = False, None
+        self._is_half_done, self._running, self._ahead = False, None, None
         group = self._conduct.members.group
         everyone = everyones((self._conduct.steps, half), group, "optimizer steps")
         if len(set(everyone)) == 1 and not half:

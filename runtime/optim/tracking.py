@@ -24,6 +24,7 @@ from .. import compat
 from ..memory.bucket import Bucket, home_of
 from ..owner import owners_of
 from ..program_lines import warn
+from ..ranks.conduct import Conduct
 from ..step.grad_sync import GradSync
 from .muon import ShardedMuon
 from .state import cut_distributed_state
@@ -38,6 +39,9 @@ class OptimizedModel(Protocol):
 
     @property
     def buckets(self) -> tuple[Bucket, ...]: ...
+
+    @property
+    def conduct(self) -> Conduct: ...
 
     @property
     def grad_sync(self) -> GradSync: ...

@@ -22,7 +22,8 @@ from .. import compat
 from ..memory.bucket import Home
 
 _Shapes = Sequence[tuple[int, ...]]
-_Run = Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
+_Run = Callable[..., list[Tensor]]
+"""``run(steps, apart=False)``: see :func:`_run`."""
 
 _SMALL = ((6, 4), (8,), (4, 4))
 _BLOCKS = ((16, 16), (256,), (32, 8))  # whole blocks of optimizers that quantize their state
@@ -59,9 +60,27 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     return estimates or not _holds(optimizer, compare, _SMALL)
 
 
+def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step must be called once for all parameters: a call for each of them would count as several steps.
+
+    Some optimizers count steps in their groups, or in themselves. True if that cannot be tried.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False  # torch's own count in each parameter's state
+
+    def compare(run: _Run, steps: Sequence[Sequence[Tensor]]) -> bool:
+        return all(map(_alike, run(steps), run(steps, apart=True)))
+
+    return not _holds(optimizer, compare, _SMALL, if_untried=False)
+
+
 def _holds(
-    optimizer: torch.optim.Optimizer, compare: Callable[[_Run, Sequence[Sequence[Tensor]]], bool], shapes: _Shapes
+    optimizer: torch.optim.Optimizer,
+    compare: Callable[[_Run, Sequence[Sequence[Tensor]]], bool],
+    shapes: _Shapes,
+    if_untried: bool = True,
 ) -> bool:
+    was_tried = False
     for group, (hastened, count) in itertools.product(optimizer.param_groups, _TRIALS):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         steps = [[tensor.to(device) for tensor in tensors] for tensors in _steps(shapes, count)]
@@ -71,9 +90,10 @@ def _holds(
             with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
                 if not compare(run, steps):
                     return False
+                was_tried = True
         except Exception:  # anything: the optimizer may take no such tensors, and steps of a copy harm nobody
             continue
-    return True
+    return was_tried or if_untried
 
 
 def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
@@ -93,11 +113,14 @@ def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
     return [params, *gradients]
 
 
-def _run(optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _run(
+    optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[Sequence[Tensor]], apart: bool = False
+) -> list[Tensor]:
     """Return by how much parameters that begin as ``steps[0]`` change by a step with each of the other gradients.
 
     Args:
         hastened: Whether settings that count steps are made 1.
+        apart: Whether each parameter is stepped by a call of its own.
     """
     params = [tensor.clone().requires_grad_() for tensor in steps[0]]
     home: Home | None = getattr(group["params"][0], "mfsdp_home", None) if group["params"] else None
@@ -121,7 +144,9 @@ def _run(optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[
     for gradients in steps[1:]:
         for param, gradient in zip(params, gradients, strict=True):
             setattr(param, attribute, gradient.clone())
-        step(trial)
+        for some in [[param] for param in params] if apart else [params]:
+            trial.param_groups[0]["params"] = some
+            step(trial)
     return [param.detach() - before for param, before in zip(params, steps[0], strict=True)]
 
 

@@ -189,9 +189,10 @@ class GradSync:
                 gradients.note_use(bucket, backward.used - requested.left_out)
 
     def touched(self, bucket: Bucket) -> None:
-        """Record that a bucket got gradients."""
+        """Record that a bucket got the gradients of one forward."""
         self._touched.add(bucket)
         self._reduced.add(bucket)
+        bucket.contributions -= 1
         self.enter_backward()
 
     # -- reductions ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from .. import compat
 from ..memory.comm_buffers import enter_pool
-from ..memory.gradients import Backward
+from ..memory.gradients import Backward, deliver_to
 from ..owner import owners_of
 from ..ranks.conduct import BegunGraph
 
@@ -93,6 +94,10 @@ class GraphRun:
             if schedule:
                 owner.begin_graph(BegunGraph(phase, digest, schedule, self._buckets, self._options, unused))
 
+    def deliver(self, gradient: Tensor, bucket: int) -> None:
+        """Give the parameters of the bucket of this index their gradient."""
+        deliver_to(self._backwards[bucket], gradient)
+
 
 def _unused(backward: Backward) -> list[str]:
     """Return the names of trainable parameters that get no gradient in a backward which returns that of the shard."""
@@ -131,15 +136,30 @@ def begin(phase: str, digest: str, schedule: str, used: str) -> None:
         RuntimeError: Other ranks run something else.
     """
     run, _thread.expected = _thread.expected, None
+    if phase == "backward" and schedule:  # not a region of a backward, which has no collectives
+        _thread.backward = weakref.ref(run) if run is not None else _Runs.backward
     if run is not None:
         run.begin(phase, digest, schedule, used)
 
 
-class _ExpectedRun(threading.local):
+def deliver(gradient: Tensor, bucket: int) -> None:
+    """Implementation of the operator ``mfsdp::deliver``: a gradient of the backward that began last has arrived."""
+    run = _thread.backward()
+    if run is None:
+        raise RuntimeError(
+            "A compiled backward delivers a gradient, and the forward that it belongs to is not known here. Please "
+            "report this; compile the model with torch.compile instead of compile_step meanwhile."
+        )
+    run.deliver(gradient, bucket)
+
+
+class _Runs(threading.local):
     expected: GraphRun | None = None
+    backward: Callable[[], GraphRun | None] = staticmethod(lambda: None)
+    """Refers to the run whose backward has begun last."""
 
 
-_thread = _ExpectedRun()
+_thread = _Runs()
 
 _DEPTH = 3
 """Maximum number of views that AOTAutograd puts between an output and the node of the compiled code."""

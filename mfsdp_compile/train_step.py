@@ -1,0 +1,205 @@
+"""A whole training step: forward, loss, backward, and the optimizer's step inside of the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
+from mfsdp_compile.runtime.optim.flat_step import flat_step_of, is_for_flat
+from mfsdp_compile.runtime.optim.in_backward import StepInBackward
+
+LossFunction = Callable[..., Any]
+"""Called as ``loss_fn(model, *batch)``. Returns the loss, or a tuple that begins with it."""
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFunction | None = None,
+    *,
+    max_norm: float | None = None,
+    accumulation: int = 1,
+    backend: str | None = "mfsdp",
+    options: Mapping[str, Any] | None = None,
+    **compile_arguments: Any,
+) -> TrainStep:
+    """Return a function that takes a whole training step: forward, loss, backward, the optimizer's step, ``zero_grad``.
+
+    The optimizer steps over each bucket in the backward, as soon as the bucket's gradient has been reduced, and the
+    gradient's memory is free at once: between steps, and at the peak, there are no gradients. Parameters have no
+    ``.grad`` that could be looked at; write the step out (``loss.backward(); optimizer.step()``) where that is needed.
+    Both ways have the same numbers, to the bit, and can alternate.
+
+    With ``max_norm``, gradients are clipped before the step, which therefore follows the backward: the norm needs all
+    of them. Optimizers that do not work element by element (Muon, ``whole=True``) also step after the backward, and so
+    do single buckets for reasons that :meth:`TrainStep.explain` lists.
+
+    Args:
+        model: A sharded model; not compiled before.
+        optimizer: Optimizer over its parameters. One that was not extended is extended here, with ``flat=True`` if it
+            works element by element. If it was, it steps in backward only if that was done with ``flat=True``.
+        loss_fn: See :data:`LossFunction`. None: the model returns the loss.
+        max_norm: Largest norm of all gradients together; None: they are not clipped.
+        accumulation: Number of microbatches of each step. Call :meth:`TrainStep.accumulate` for all but the last one.
+            Losses are divided by it.
+        backend: Backend of ``torch.compile`` for ``loss_fn`` with the model; None: run it eagerly.
+        options: Options of the backend.
+        compile_arguments: Further arguments of ``torch.compile``.
+
+    Raises:
+        TypeError, ValueError: An argument is of another kind, or the optimizer holds no parameters of a sharded model.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        kind = "compiled module" if isinstance(model, nn.Module) else type(model).__name__
+        raise TypeError(
+            f"compile_step takes the model as fully_shard_model returned it, and compiles it; got a {kind}."
+        )
+    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
+        raise ValueError(f"compile_step takes accumulation as a number of microbatches, got {accumulation!r}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"compile_step takes max_norm above 0, or None for gradients as they are, got {max_norm!r}")
+    return TrainStep(model, optimizer, loss_fn, max_norm, accumulation, backend, dict(options or {}), compile_arguments)
+
+
+class TrainStep:
+    """A training step of one model and one optimizer; :func:`compile_step` makes it.
+
+    Attributes:
+        grad_norm: The norm of the last step's gradients before they were clipped, a 0-dimensional tensor. None without
+            ``max_norm``, and before the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction | None,
+        max_norm: float | None,
+        accumulation: int,
+        backend: str | None,
+        options: dict[str, Any],
+        compile_arguments: dict[str, Any],
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._max_norm, self._accumulation = max_norm, accumulation
+        extended = isinstance(optimizer, torch.optim.Optimizer) and is_extended(optimizer)
+        if not extended:
+            check(optimizer, "compile_step", flat=False)
+        self._models = models_of_optimizer(optimizer)
+        if not extended:
+            extend(optimizer, flat=is_for_flat(optimizer), by_name=False)
+        flat = flat_step_of(optimizer)
+        self._in_backward = StepInBackward(optimizer, flat, self._models) if flat is not None else None
+        self._accumulated = 0
+        self._loss_fn: LossFunction = loss_fn or (lambda model, *batch, **more: model(*batch, **more))
+        if backend is not None:
+            if self._steps_in_backward and backend == "mfsdp":
+                options["step_in_backward"] = True
+            self._loss_fn = torch.compile(self._loss_fn, backend=backend, options=options, **compile_arguments)
+        self.grad_norm: Tensor | None = None
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return self._in_backward is not None and self._max_norm is None
+
+    def __call__(self, *batch: Any, **more: Any) -> Any:
+        """Take a step: forward, backward, the optimizer's step and ``zero_grad``. A collective.
+
+        Returns:
+            What the loss function returned, detached.
+
+        Raises:
+            RuntimeError: There were not as many calls of :meth:`accumulate` before as ``accumulation`` says.
+        """
+        if self._accumulated != self._accumulation - 1:
+            raise RuntimeError(
+                f"compile_step was told of {self._accumulation} microbatches (accumulation), and this call would be "
+                f"number {self._accumulated + 1}, the last one. Call step.accumulate(...) for all before the last, and "
+                "step(...) for the last."
+            )
+        self._begin()
+        with self._syncing(True):
+            found = self._loss_fn(self._model, *batch, **more)
+            # The first step's checks compare gradients between ranks before anything changes.
+            is_first = any(model.conduct.steps == 0 for model in self._models)
+            ahead = self._in_backward if self._steps_in_backward and not is_first else None
+            with ahead.during_backward() if ahead is not None else contextlib.nullcontext():
+                self._backward(found)
+        self._accumulated = 0
+        if self._max_norm is not None:
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+        self._optimizer.step()
+        if ahead is not None:
+            ahead.end()
+        self._optimizer.zero_grad()
+        return _detached(found)
+
+    def accumulate(self, *batch: Any, **more: Any) -> Any:
+        """Run forward and backward of a microbatch that is not the step's last. A collective.
+
+        Reductions that the strategy can defer are deferred. Returns what the loss function returned, detached.
+        """
+        if self._accumulated == self._accumulation - 1:
+            raise RuntimeError(
+                f"compile_step was told of {self._accumulation} microbatches (accumulation), and this is the last one: "
+                "call step(...) for it, or pass a larger number to compile_step."
+            )
+        self._begin()
+        with self._syncing(False):
+            found = self._loss_fn(self._model, *batch, **more)
+            self._backward(found)
+        self._accumulated += 1
+        return _detached(found)
+
+    def explain(self) -> str:
+        """Describe where buckets are stepped: in backward or after it, and why."""
+        if self._max_norm is not None:
+            return f"all buckets are stepped after the backward: max_norm={self._max_norm} needs all gradients first"
+        if self._in_backward is None:
+            name = type(self._optimizer).__name__
+            return f"all buckets are stepped after the backward: the {name} does not step over flat shards (flat=True)"
+        later = self._in_backward.later()
+        lines = [f"{name}: after the backward; {why}" for name, why in later.items()]
+        total = sum(bucket.plan.requires_grad for model in self._models for bucket in model.buckets)
+        return "\n".join([f"{total - len(later)} of {total} buckets are stepped in backward", *lines])
+
+    def _begin(self) -> None:
+        if self._accumulated == 0 and self._in_backward is not None:
+            self._in_backward.begin()
+
+    def _backward(self, found: Any) -> None:
+        loss = found[0] if isinstance(found, (tuple, list)) else found
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise TypeError(
+                "compile_step: the loss function returns the loss, a tensor that depends on the model's parameters, or "
+                f"a tuple that begins with it; got {_described(loss)}."
+            )
+        (loss / self._accumulation if self._accumulation > 1 else loss).backward()
+
+    @contextlib.contextmanager
+    def _syncing(self, due: bool) -> Iterator[None]:
+        settings = [model.grad_sync.settings for model in self._models]
+        before = [each.override for each in settings]
+        for each in settings:
+            each.override = due
+        try:
+            yield
+        finally:
+            for each, override in zip(settings, before, strict=True):
+                each.override = override
+
+
+def _described(loss: Any) -> str:
+    return "a tensor that needs no gradient" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+
+
+def _detached(found: Any) -> Any:
+    if isinstance(found, (tuple, list)):
+        return type(found)(map(_detached, found))
+    return found.detach() if isinstance(found, Tensor) else found

@@ -1,0 +1,482 @@
+"""``compile_step``: the optimizer steps over buckets in backward, with the numbers of a step that is written out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+
+from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
+from mfsdp_compile.passes import roles
+from mfsdp_compile.runtime.optim.flat_step import FlatStep
+from mfsdp_compile.runtime.optim.trial import counts_calls
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (https://arxiv.org/abs/2302.06675), as programs write it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                param.add_((0.9 * mean + 0.1 * param.grad).sign_(), alpha=-group["lr"])
+                mean.lerp_(param.grad, 0.01)
+
+
+class CountsInGroups(Lion):
+    """Counts steps in its groups, as Apex's and DeepSpeed's fused optimizers do."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 1e-2 / group["step"]
+        super().step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW lr tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "Lion": Lion,
+    "CountsInGroups": CountsInGroups,
+    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2),
+}
+
+
+class Trained:
+    """A model after some steps.
+
+    Args:
+        how: ``"written out"``, or ``"compile_step"``.
+        factory: Makes the model.
+        sharding: Further arguments of ``fully_shard_model``.
+        max_norm, accumulation: See :func:`compile_step`.
+
+    Attributes:
+        stepped: For each step over a bucket in backward, whether a compiled graph has made it.
+    """
+
+    def __init__(
+        self,
+        how: str,
+        mode: str,
+        factory: Callable[[], nn.Module] = zoo.Uneven,
+        optimizer: str = "AdamW",
+        steps: int = 4,
+        max_norm: float | None = None,
+        accumulation: int = 1,
+        flat: bool = True,
+        **sharding: Any,
+    ) -> None:
+        self.model = fully_shard_model(
+            parity.build(factory), **({"fsdp_unit_modules": [getattr(factory, "block", zoo.Block)]} | sharding)
+        )
+        is_muon = optimizer == "Muon"
+        self.optimizer = fully_shard_optimizer(
+            OPTIMIZERS[optimizer](self.model.parameters()), flat=flat and not is_muon
+        )
+        # It sets a number for each group at each step: not constant in the graph.
+        self.schedule = None
+        if optimizer not in ("CountsInGroups", "AdamW lr tensor"):
+            self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
+        self.how, self.max_norm, self.accumulation = how, max_norm, accumulation
+        options = {} if mode == EAGER else {"inner": mode}
+        self.losses: list[Tensor] = []
+        self.stepped: list[bool] = []
+        if how == "compile_step":
+            backend = None if mode == EAGER else "mfsdp"
+            self.step = compile_step(
+                self.model,
+                self.optimizer,
+                max_norm=max_norm,
+                accumulation=accumulation,
+                backend=backend,
+                options=options,
+            )
+        else:
+            self.call: Any = self.model
+            if mode != EAGER:
+                self.call = torch.compile(self.model, backend="mfsdp", options=options)
+        self.train(parity.batches(steps * accumulation, shape=(3, 8)))
+
+    def train(self, data: Tensor) -> None:
+        with _counting(self.stepped):
+            for first in range(0, len(data), self.accumulation):
+                torch.manual_seed(first + dist.get_rank())
+                micros = data[first : first + self.accumulation, dist.get_rank()]
+                self._step(micros) if self.how == "compile_step" else self._step_written_out(micros)
+                if self.schedule is not None:
+                    self.schedule.step()
+
+    def _step(self, micros: Tensor) -> None:
+        for micro in micros[:-1]:
+            self.losses.append(self.step.accumulate(micro))
+        self.losses.append(self.step(micros[-1]))
+        assert all(param.grad is None for param in self.model.parameters())
+
+    def _step_written_out(self, micros: Tensor) -> None:
+        for number, micro in enumerate(micros):
+            with self.model.sync() if number == len(micros) - 1 else self.model.no_sync():
+                loss = self.call(micro)
+                (loss / self.accumulation if self.accumulation > 1 else loss).backward()
+            self.losses.append(loss.detach())
+        if self.max_norm is not None:
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Losses, rows of parameters, and the optimizer's state for them."""
+        found = {f"loss {number}": loss for number, loss in enumerate(self.losses)}
+        for name, param in self.model.named_parameters():
+            found[name] = param.to_local().detach()
+            for key, value in self.optimizer.state[param].items():
+                found[f"{name}, {key}"] = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
+        return found
+
+
+@contextlib.contextmanager
+def _counting(stepped: list[bool]) -> Iterator[None]:
+    def step_bucket(flat: FlatStep, *args: Any) -> bool:
+        frame, in_graph = sys._getframe(), False
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            in_graph |= frame.f_code.co_name == "_deliver"
+        stepped.append(in_graph)
+        return original(flat, *args)
+
+    original = FlatStep.step_bucket
+    with mock.patch.object(FlatStep, "step_bucket", step_bucket):
+        yield
+
+
+def check(mode: str, ahead: bool = True, **arguments: Any) -> Trained:
+    """Compare both ways of training.
+
+    Args:
+        ahead: Whether buckets are stepped in backward: all of them, or none.
+    """
+    one, other = (Trained(how, mode, **arguments) for how in ("written out", "compile_step"))
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, value in one.tensors.items():
+        assert torch.equal(value, other.tensors[name]), name
+    assert one.stepped == []
+    trained = sum(bucket.plan.requires_grad for bucket in other.model.sharded.buckets)
+    steps = len(other.losses) // other.accumulation
+    assert len(other.stepped) == (trained * (steps - 1) if ahead else 0)  # the first step follows its checks
+    assert all(in_graph == (mode != EAGER) for in_graph in other.stepped)
+    return other
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_strategies(strategy: str, mode: str) -> None:
+    """With float32 everywhere, parameters that stay whole are used where they rest: autograd may still need them, and
+    only a graph knows when it does not."""
+    at_rest = STRATEGIES[strategy]["zero_dp_strategy"] != 3
+    check(mode, ahead=mode != EAGER or not at_rest, accumulation=2, **mesh_arguments(strategy))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_strategies_in_mixed_precision(strategy: str, mode: str) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, main_params_dtype=torch.float32, main_grads_dtype=torch.float32
+    )
+    check(mode, accumulation=2, mixed_precision_policy=policy, **mesh_arguments(strategy))
+
+
+@pytest.mark.long_unless("2-eager-AdamW", "2-eager-Muon", "2-eager-Counts*", "2-aot_eager-SGD", "2-aot_eager-Lion")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_optimizers(mode: str, optimizer: str) -> None:
+    check(mode, ahead=optimizer not in ("Muon", "CountsInGroups"), optimizer=optimizer)
+
+
+@pytest.mark.long_if("*-1")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_clipping(mode: str, accumulation: int) -> None:
+    trained = check(mode, ahead=False, max_norm=0.01, accumulation=accumulation)
+    assert trained.step.grad_norm is not None
+    assert trained.step.grad_norm.item() > 0.01
+
+
+@on_ranks(2)
+def test_inductor() -> None:
+    check(INDUCTOR, steps=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@on_ranks(2)
+def test_gradients_in_another_dtype(dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=dtype)
+    check(EAGER, mixed_precision_policy=policy, accumulation=2)
+
+
+# -- what is stepped after the backward -------------------------------------------------------------------------------
+
+
+PARTLY: dict[str, type[nn.Module]] = {
+    "Unused": zoo.Unused,
+    "FrozenParameters": zoo.FrozenParameters,
+    "FrozenUnit": zoo.FrozenUnit,
+    "Tied": zoo.Tied,
+    "Detached": zoo.Detached,
+    "CalledTwice": zoo.CalledTwice,
+    "Checkpointed": zoo.Checkpointed,
+    "GraphBreaks": zoo.GraphBreaks,
+    "DisabledChild": zoo.DisabledChild,
+    "RootParameter": zoo.RootParameter,
+    "MixedTypes": zoo.MixedTypes,
+    "Scalars": zoo.Scalars,
+}
+
+
+@pytest.mark.long_unless("*-Unused", "2-eager-Detached", "2-aot_eager-GraphBreaks", "2-aot_eager-Tied")
+@pytest.mark.parametrize("name", PARTLY)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_models(mode: str, name: str) -> None:
+    """Some buckets cannot be stepped in backward. Numbers are the same in any case."""
+    one, other = (Trained(how, mode, PARTLY[name]) for how in ("written out", "compile_step"))
+    for key, value in one.tensors.items():
+        assert torch.equal(value, other.tensors[key]), key
+
+
+class _ExtraOnOneRank(zoo.Plain):
+    """A parameter of each block that only the last rank uses."""
+
+    class block(zoo.Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.extra = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.extra if dist.get_rank() == dist.get_world_size() - 1 else x)
+
+
+@on_ranks(2)
+def test_ranks_that_use_other_parameters() -> None:
+    one, other = (Trained(how, EAGER, _ExtraOnOneRank) for how in ("written out", "compile_step"))
+    for key, value in one.tensors.items():
+        assert torch.equal(value, other.tensors[key]), key
+
+
+@on_ranks(2)
+def test_hooks_and_other_reasons() -> None:
+    trained = Trained("compile_step", EAGER, steps=1)
+    count = len(trained.model.sharded.buckets)
+    assert trained.step.explain() == f"{count} of {count} buckets are stepped in backward"
+    seen: list[Tensor] = []
+    weight = trained.model.get_parameter("blocks.0.up.weight")
+    handle = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    assert "blocks.0: after the backward; hooks of its parameters look at .grad" in trained.step.explain()
+    trained.train(parity.batches(1, shape=(3, 8)))
+    assert len(seen) == 1
+    assert seen[0].full_tensor().abs().sum() > 0
+    handle.remove()
+    with_hook = trained.optimizer.register_step_post_hook(lambda *_: None)
+    assert trained.step.explain().startswith(f"0 of {count} buckets")
+    with_hook.remove()
+    trained.stepped.clear()
+    trained.train(parity.batches(1, shape=(3, 8)))
+    assert len(trained.stepped) == count
+
+
+@on_ranks(2)
+def test_optimizers_without_flat_steps() -> None:
+    trained = check(EAGER, ahead=False, flat=False)
+    assert "flat=True" in trained.step.explain()
+
+
+def test_what_counts_calls() -> None:
+    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    assert counts_calls(CountsInGroups(params))
+    assert not counts_calls(Lion(params))
+    assert not counts_calls(torch.optim.AdamW(params))
+
+
+# -- between steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_alternating_with_steps_that_are_written_out(mode: str, tmp_path: Any) -> None:
+    """Gradients can be looked at in the steps between; evaluation and checkpoints see the weights of the last step."""
+    trained, other = Trained("compile_step", mode), Trained("written out", mode)
+    data = parity.batches(3, shape=(3, 8), seed=5)
+    for step, batch in enumerate(data):
+        for each in (trained, other):
+            each.how = "written out" if step == 1 or each is other else "compile_step"
+            each.call = getattr(each, "call", each.model)
+            each.train(batch[None])
+        with torch.no_grad():
+            assert torch.equal(trained.model(batch[0]), other.model(batch[0]))
+    for key, value in other.tensors.items():
+        assert torch.equal(value, trained.tensors[key]), key
+    Checkpoints(tmp_path).save(1, trained.model, trained.optimizer)
+    saved = {name: value.clone() for name, value in trained.tensors.items()}
+    trained.train(data[:1])
+    Checkpoints(tmp_path).load(trained.model, trained.optimizer)
+    for key, value in trained.tensors.items():
+        if key in saved:
+            assert torch.equal(value, saved[key]), key
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_gradients_that_the_loss_computes(mode: str) -> None:
+    """``torch.autograd.grad`` of weights inside of the loss function takes no step."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return model(x)
+
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = compile_step(
+        model, optimizer, loss, backend=None if mode == EAGER else "mfsdp", options={"inner": AOT_EAGER}
+    )
+    batch = parity.batches(1, shape=(3, 8))[0, dist.get_rank()]
+    step(batch)
+    before = [param.to_local().clone() for param in model.parameters()]
+    found = torch.autograd.grad(step._loss_fn(model, batch), list(model.parameters()))
+    expected = torch.autograd.grad(model(batch), list(model.parameters()))
+    for gradient, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient.to_local(), right.to_local())
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.to_local(), was)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_gradients_are_gone_when_they_were_used(mode: str) -> None:
+    """While one bucket is stepped, the reduced gradients of the buckets before it no longer exist."""
+    alive: list[int] = []
+    references: list[weakref.ref[Any]] = []
+
+    def step_bucket(flat: FlatStep, runs: Any, gradient: Tensor, step: Any) -> bool:
+        alive.append(sum(reference() is not None for reference in references))
+        references.append(weakref.ref(gradient.untyped_storage()))
+        return original(flat, runs, gradient, step)
+
+    original = FlatStep.step_bucket
+    with mock.patch.object(FlatStep, "step_bucket", step_bucket):
+        trained = Trained("compile_step", mode, steps=2)
+    assert len(alive) == len(trained.model.sharded.buckets) > 3
+    assert max(alive) == 0
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_an_error_in_the_middle_of_the_backward() -> None:
+    """Buckets that were stepped have changed. The model says that a checkpoint must be loaded."""
+    trained = Trained("compile_step", EAGER)
+    before = [param.to_local().clone() for param in trained.model.parameters()]
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("in the middle")
+
+    x = parity.batches(1, shape=(3, 8))[0, dist.get_rank()].requires_grad_()
+    handle = trained.model.get_parameter("blocks.0.up.weight").register_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        trained.step(x)
+    handle.remove()
+    assert any(not torch.equal(p.to_local(), was) for p, was in zip(trained.model.parameters(), before, strict=True))
+    assert all(bucket.consumer is None for bucket in trained.model.sharded.buckets)
+    with parity.first_rank_warns(RuntimeWarning, "its rows come from different steps"):
+        trained.model.reset()
+    trained.train(parity.batches(1, shape=(3, 8)))
+
+
+@on_ranks(2)
+def test_wrong_arguments() -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="compiles it; got a compiled module"):
+        compile_step(torch.compile(model, backend="mfsdp"), optimizer)
+    with pytest.raises(
+        TypeError, match=r"takes a torch\.optim\.Optimizer, got a Plain|takes a torch\.optim\.Optimizer"
+    ):
+        compile_step(model, model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_norm above 0"):
+        compile_step(model, optimizer, max_norm=0.0)
+    with pytest.raises(ValueError, match="a number of microbatches, got 0"):
+        compile_step(model, optimizer, accumulation=0)
+    with pytest.raises(ValueError, match="holds a parameter of shape"):
+        compile_step(model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    step = compile_step(model, optimizer, accumulation=2, backend=None)
+    batch = parity.batches(1, shape=(3, 8))[0, dist.get_rank()]
+    with raises_everywhere(RuntimeError, "2 microbatches", "this call would be number 1"):
+        step(batch)
+    step.accumulate(batch)
+    with raises_everywhere(RuntimeError, "2 microbatches", "this is the last one"):
+        step.accumulate(batch)
+    step(batch)
+    no_loss = compile_step(model, optimizer, lambda model, x: {"loss": model(x)}, backend=None)
+    with raises_everywhere(TypeError, "or a tuple that begins with it; got a dict"):
+        no_loss(batch)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gradients_are_delivered_behind_their_waits() -> None:
+    """Right behind the wait, which itself comes after the next bucket's reduction has started."""
+    graphs: list[list[Any]] = []
+
+    def note(graph: torch.fx.Graph, context: Any, phase: Any) -> None:
+        if phase.value == "backward":
+            graphs.append(list(graph.nodes))
+
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    step = compile_step(
+        model, torch.optim.SGD(model.parameters()), options={"inner": AOT_EAGER, "passes": [note], "regions": False}
+    )
+    step(parity.batches(1, shape=(3, 8))[0, dist.get_rank()])
+    (nodes,) = graphs
+    delivers = [number for number, node in enumerate(nodes) if node.target is roles.DELIVER]
+    starts = [number for number, node in enumerate(nodes) if node.target in roles.REDUCES]
+    assert len(delivers) == len(starts) == 5
+    for deliver, following, after in zip(delivers[:-2], starts[1:], starts[2:], strict=False):
+        assert following < deliver < after
