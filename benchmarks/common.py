@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.processes import join, open_store
 
@@ -78,7 +78,11 @@ class System:
     call: Callable[..., Tensor]
     optimizer: torch.optim.Optimizer
 
+    train_step: Callable[..., Tensor] | None = None
+
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.train_step is not None:
+            return self.train_step(tokens, targets)
         loss = self.call(tokens, targets)
         loss.backward()
         self.optimizer.step()
@@ -111,6 +115,21 @@ def _ours(
     )
     call = torch.compile(model, backend="mfsdp", options=options) if compiled else model
     return System("", model, call, _adamw(model))
+
+
+def _ours_stepped(config: Config, device: torch.device, backend: str | None, fused: bool = False) -> System:
+    """Build a model that is stepped in backward."""
+    system = _ours(config, device, compiled=False)
+    how = {"fused": True} if fused else {"foreach": True}
+    system.optimizer = torch.optim.AdamW(system.model.parameters(), lr=1e-3, **how)
+    system.train_step = compile_step(system.model, system.optimizer, backend=backend)
+    return system
+
+
+def _fused(system: System) -> System:
+    """Step with torch's fused AdamW."""
+    system.optimizer = torch.optim.AdamW(system.model.parameters(), lr=1e-3, fused=True)
+    return system
 
 
 def _ours_by_block(config: Config, device: torch.device) -> System:
@@ -195,8 +214,13 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp eager with double buffers": lambda c, d: _ours(c, d, compiled=False, double_buffer=True),
     "mfsdp compiled by block": _ours_by_block,
     "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
+    "mfsdp compiled, fused AdamW": lambda c, d: _fused(_ours(c, d, compiled=True)),
+    "mfsdp compile_step": lambda c, d: _ours_stepped(c, d, "mfsdp"),
+    "mfsdp compile_step, fused AdamW": lambda c, d: _ours_stepped(c, d, "mfsdp", fused=True),
+    "mfsdp compile_step, eager": lambda c, d: _ours_stepped(c, d, None),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),
     "FSDP2 compiled by block": lambda c, d: _fsdp2(c, d, compiled=True),
+    "FSDP2 compiled by block, fused AdamW": lambda c, d: _fused(_fsdp2(c, d, compiled=True)),
     "DDP compiled": _ddp,
     "Megatron-FSDP": _megatron_fsdp,
     "SimpleFSDP": _simple_fsdp,

@@ -3,7 +3,8 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --simulate 64  # what rank 0 of 64 holds; without what collectives allocate themselves
 
-At rest: the storages of parameters, gradients (before they are cleared) and optimizer state. Peak: the most bytes
+At rest: the storages of parameters, gradients (before they are cleared; a step in backward leaves none) and optimizer
+state. Peak: the most bytes
 allocated at one time during a step, beyond what is at rest before it. Torch's allocator counts them on CUDA, its
 profiler on CPU. The profiler sees every allocation, but crashes when gloo runs beside it, so on CPU the group is always
 simulated. One system is in memory at a time.
@@ -44,7 +45,8 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def _at_rest(system: System, tokens: Tensor, targets: Tensor) -> dict[str, int]:
-    system.call(tokens, targets).backward()
+    if system.train_step is None:
+        system.call(tokens, targets).backward()
     params = list(system.model.parameters())
     state = [v for s in system.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     held = {

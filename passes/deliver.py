@@ -45,8 +45,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
             at_rest.setdefault(bucket, []).append(node)
     for reduction in roles.reductions(graph):
         gradient = (reduction.wait, *reduction.after)[-1]
-        if gradient not in returned:
-            continue
+        if gradient not in returned or context.buckets[reduction.bucket].exchange.offload:
+            continue  # a gradient on its way to host memory is awaited when the graph has returned
         with graph.inserting_before(output):
             given = gradient, at_rest.get(reduction.bucket, []), reduction.bucket
             delivered = graph.call_function(roles.DELIVER, given)

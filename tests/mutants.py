@@ -1306,6 +1306,51 @@ def saved_stays_on_the_device(s: Subject) -> Iterator[Change]:
         yield lambda n=start: s.output.replace_input_with(n, n.args[0])
 
 
+def delivered_twice(s: Subject) -> Iterator[Change]:
+    """The optimizer takes two steps over the bucket."""
+    for node in _of(s, roles.DELIVER):
+        yield lambda n=node: call(n, n.target, *n.args, before=True)
+
+
+def delivered_to_another_bucket(s: Subject) -> Iterator[Change]:
+    """The step changes another bucket's shard, by a gradient that is not its own."""
+    nodes = _of(s, roles.DELIVER)
+    for node, other in itertools.permutations(nodes, 2):
+        yield set_arg(node, 2, other.args[2])
+
+
+def gradients_delivered_exchanged(s: Subject) -> Iterator[Change]:
+    """Two buckets of the same size get each other's gradients."""
+    for one, other in itertools.combinations(_of(s, roles.DELIVER), 2):
+        if tensor_of(one.args[0]).shape == tensor_of(other.args[0]).shape:
+
+            def change(one: fx.Node = one, other: fx.Node = other) -> None:
+                first, second = one.args[0], other.args[0]
+                one.args, other.args = (second, *one.args[1:]), (first, *other.args[1:])
+
+            yield change
+
+
+def returned_undelivered(s: Subject) -> Iterator[Change]:
+    """No step is taken over the bucket in backward, and its gradient stays in memory."""
+    for node in _of(s, roles.DELIVER):
+        yield lambda n=node: s.output.replace_input_with(n, n.args[0])
+
+
+def read_after_delivery(s: Subject) -> Iterator[Change]:
+    """What reads the shard after the step gets the next step's weights."""
+    for node in _of(s, roles.DELIVER):
+        for rest in node.args[1]:  # type: ignore[union-attr]
+            yield lambda n=node, of=rest: call(n, aten.clone.default, of)
+
+
+def step_undeclared(s: Subject) -> Iterator[Change]:
+    """Nothing tells compilers that the shard changes here, and they may move its readers behind."""
+    for node in _of(s, roles.DELIVER):
+        if node.args[1]:
+            yield set_arg(node, 1, [])
+
+
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
@@ -1368,5 +1413,9 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(gradient_reduced_on_the_host, gradient_changed_on_the_host, saved_read_in_flight, saved_never_awaited),
         *(saved_awaited_twice, saved_source_lost, saved_source_written, saved_read_on_the_host),
         saved_stays_on_the_device,
+    ),
+    "V13": (
+        *(delivered_twice, delivered_to_another_bucket, gradients_delivered_exchanged, returned_undelivered),
+        *(read_after_delivery, step_undeclared),
     ),
 }

@@ -170,7 +170,8 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
             if found.order[reader] > found.order[node]:
                 yield f"{reader} reads it at rest after its gradient was delivered by {node}", reader, bucket
     for reduction in found.reductions:
-        for _, after in reduction.returned if reduction.stages else ():
+        is_left = not reduction.stages or found.info(reduction.bucket).exchange.offload
+        for _, after in reduction.returned if not is_left else ():
             delivers = [node for node in after if node.target is roles.DELIVER]
             if not delivers or delivers[-1] is not after[-1]:
                 yield "its gradient is not delivered before the graph returns", reduction.last, reduction.bucket

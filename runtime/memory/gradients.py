@@ -133,6 +133,7 @@ def deliver_to(backward: Backward, gradient: Tensor) -> None:
     A gradient for ``torch.autograd.grad`` is only kept, for when the graph returns.
     """
     requested = backward.requested or RequestedGradients.of(backward.leaves)
+    backward.delivered = False  # an earlier backward may have failed
     if requested.returned:
         backward.kept = gradient.clone()
         return

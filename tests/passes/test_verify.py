@@ -173,6 +173,8 @@ def graphs() -> list[Scheduled]:
             *(_multiplied_by_rows() if HAS_ROWS else ()),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
             *captured("sums in float32", zoo.Plain, "HSDP optim_grads_params", BF16, policy=SUMMED),
+            *captured("steps in backward", zoo.Uneven, "optim_grads_params", step_in_backward=True),
+            *captured("steps in backward", zoo.Plain, "HSDP optim", BF16, step_in_backward=True),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:

@@ -17,6 +17,7 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
@@ -225,6 +226,23 @@ def test_optimizers(mode: str, optimizer: str) -> None:
     check(mode, ahead=optimizer not in ("Muon", "CountsInGroups"), optimizer=optimizer)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_twenty_steps(strategy: str, optimizer: str) -> None:
+    for max_norm in (None, 0.01):
+        check(
+            AOT_EAGER,
+            ahead=max_norm is None and optimizer != "Muon",
+            optimizer=optimizer,
+            steps=20,
+            max_norm=max_norm,
+            accumulation=2,
+            **mesh_arguments(strategy),
+        )
+
+
 @pytest.mark.long_if("*-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
@@ -315,6 +333,13 @@ def test_hooks_and_other_reasons() -> None:
     trained.stepped.clear()
     trained.train(parity.batches(1, shape=(3, 8)))
     assert len(trained.stepped) == count
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_buckets_in_host_memory(mode: str) -> None:
+    trained = check(mode, ahead=False, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert "its gradient is copied to host memory" in trained.step.explain()
 
 
 @on_ranks(2)
