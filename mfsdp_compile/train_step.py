@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of, is_for_flat
 from mfsdp_compile.runtime.optim.in_backward import StepInBackward
@@ -93,6 +94,11 @@ class TrainStep:
         self._models = models_of_optimizer(optimizer)
         if not extended:
             extend(optimizer, flat=is_for_flat(optimizer), by_name=False)
+        if max_norm is not None and any(b.plan.decoupled for model in self._models for b in model.buckets):
+            raise ValueError(
+                "compile_step clips parameter.grad, and this model's gradients are parameter.decoupled_grad "
+                "(use_decoupled_grad=True). Leave max_norm out, and write steps out that clip."
+            )
         flat = flat_step_of(optimizer)
         self._in_backward = StepInBackward(optimizer, flat, self._models) if flat is not None else None
         self._accumulated = 0
@@ -122,23 +128,21 @@ class TrainStep:
                 f"number {self._accumulated + 1}, the last one. Call step.accumulate(...) for all before the last, and "
                 "step(...) for the last."
             )
-        self._begin()
-        with self._syncing(True):
-            found = self._loss_fn(self._model, *batch, **more)
-            # The first step's checks compare gradients between ranks before anything changes.
-            is_first = any(model.conduct.steps == 0 for model in self._models)
-            ahead = self._in_backward if self._steps_in_backward and not is_first else None
-            with ahead.during_backward() if ahead is not None else contextlib.nullcontext():
-                self._backward(found)
-        self._accumulated = 0
-        if self._max_norm is not None:
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
-        self._optimizer.step()
-        if ahead is not None:
-            ahead.end()
-        self._optimizer.zero_grad()
-        return _detached(found)
+        with self._guarded():
+            with self._syncing(True):
+                found = self._loss_fn(self._model, *batch, **more)
+            with self._stepping() as ahead:
+                with self._syncing(True):
+                    self._backward(found, ahead)
+                if ahead is not None:
+                    ahead.end_backward()
+                elif self._in_backward is not None:
+                    self._in_backward.note_sources()
+                self._step()
+            self._accumulated = 0
+            if self._in_backward is not None:
+                self._in_backward.end_step()
+            return _detached(found)
 
     def accumulate(self, *batch: Any, **more: Any) -> Any:
         """Run forward and backward of a microbatch that is not the step's last. A collective.
@@ -150,12 +154,11 @@ class TrainStep:
                 f"compile_step was told of {self._accumulation} microbatches (accumulation), and this is the last one: "
                 "call step(...) for it, or pass a larger number to compile_step."
             )
-        self._begin()
-        with self._syncing(False):
+        with self._guarded(), self._syncing(False):
             found = self._loss_fn(self._model, *batch, **more)
-            self._backward(found)
-        self._accumulated += 1
-        return _detached(found)
+            self._backward(found, None)
+            self._accumulated += 1
+            return _detached(found)
 
     def explain(self) -> str:
         """Describe where buckets are stepped: in backward or after it, and why."""
@@ -169,18 +172,42 @@ class TrainStep:
         total = sum(bucket.plan.requires_grad for model in self._models for bucket in model.buckets)
         return "\n".join([f"{total - len(later)} of {total} buckets are stepped in backward", *lines])
 
-    def _begin(self) -> None:
-        if self._accumulated == 0 and self._in_backward is not None:
-            self._in_backward.begin()
+    def _stepping(self) -> contextlib.AbstractContextManager[StepInBackward | None]:
+        """Return the context of the last backward and of the step. It gives what steps in backward; None: nothing."""
+        is_first = any(model.conduct.steps == 0 for model in self._models)
+        if self._in_backward is None or not self._steps_in_backward or is_first:
+            return contextlib.nullcontext()
+        return self._in_backward.stepping()
 
-    def _backward(self, found: Any) -> None:
+    def _backward(self, found: Any, ahead: StepInBackward | None) -> None:
         loss = found[0] if isinstance(found, (tuple, list)) else found
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise TypeError(
                 "compile_step: the loss function returns the loss, a tensor that depends on the model's parameters, or "
                 f"a tuple that begins with it; got {_described(loss)}."
             )
-        (loss / self._accumulation if self._accumulation > 1 else loss).backward()
+        loss = loss / self._accumulation if self._accumulation > 1 else loss
+        if ahead is not None and loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
+        loss.backward()
+
+    def _step(self) -> None:
+        if self._max_norm is not None:
+            params = [param for group in self._optimizer.param_groups for param in group["params"]]
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Context of a microbatch. If it raises, the step begins anew: its gradients are dropped."""
+        try:
+            yield
+        except BaseException:
+            self._accumulated = 0
+            for model in self._models:
+                model.grad_sync.zero()
+            raise
 
     @contextlib.contextmanager
     def _syncing(self, due: bool) -> Iterator[None]:
@@ -200,6 +227,4 @@ def _described(loss: Any) -> str:
 
 
 def _detached(found: Any) -> Any:
-    if isinstance(found, (tuple, list)):
-        return type(found)(map(_detached, found))
-    return found.detach() if isinstance(found, Tensor) else found
+    return compat.tree_map_only(Tensor, Tensor.detach, found)

@@ -165,6 +165,8 @@ class Context:
         overlap: Kinds of collectives that may overlap with computation.
         other_bytes: Bytes that the model holds outside its buckets: buffers, and communication buffers.
         delivers_early: Whether backwards deliver each gradient as soon as it has arrived; see :mod:`.deliver`.
+        steps_early: Whether predictions may count on a step over each bucket there, which frees its gradient. The
+            first step of a process keeps all gradients, so the backend's decisions under a memory budget do not.
         decisions: Decisions about the schedule so far.
     """
 
@@ -175,6 +177,7 @@ class Context:
     overlap: Overlap = field(default_factory=Overlap)
     other_bytes: int = 0
     delivers_early: bool = False
+    steps_early: bool = False
     decisions: Decisions = field(default_factory=Decisions)
 
     @property

@@ -12,10 +12,14 @@ place, the graph returns zeros without memory.
 compilers keep it behind everything that reads them. It says nothing about the optimizer. What happens is decided when
 the graph runs.
 
-Runs before :mod:`.reduce`, which moves the new nodes right behind the waits of their buckets. Needs: roles.
+:func:`apply` runs before :mod:`.reduce`, which moves the new nodes right behind the waits of their buckets, and
+:func:`place` after all others: what reads a bucket at rest may come later than its gradients, as the product that gives
+the gradient of a layer's input does. Needs: roles.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -24,6 +28,40 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import roles
 from .context import Context, NodeKind, Report, role_of
+
+
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    output, lines = graph.output_node(), []
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    at_rest: dict[int, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if (bucket := bucket_at_rest(node)) is not None:
+            at_rest.setdefault(bucket, []).append(node)
+    for gradient, bucket in _gradients(graph):
+        if gradient not in returned or context.buckets[bucket].exchange.offload:
+            continue  # a gradient on its way to host memory is awaited when the graph has returned
+        with graph.inserting_after(gradient):
+            delivered = graph.call_function(roles.DELIVER, (gradient, at_rest.get(bucket, []), bucket))
+        value = gradient.meta["val"]
+        delivered.meta["val"] = value.new_empty(()).expand(value.shape)
+        position = returned.index(gradient)
+        returned[position] = delivered
+        compat.set_output_strides(output, position, delivered.meta["val"].stride())
+        lines.append(f"{context.buckets[bucket].name}: when its gradient has arrived")
+    output.args = (type(output.args[0])(returned),)  # type: ignore[call-arg]
+    return Report("deliver", lines)
+
+
+def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.find_nodes(op="call_function", target=roles.DELIVER):
+        readers = [reader for rest in node.args[1] for reader in readers_at_rest(rest) if reader is not node]
+        last = max(readers, key=order.__getitem__, default=node)
+        if order[last] > order[node]:
+            last.append(node)
+            lines.append(f"{context.buckets[node.args[2]].name}: after {last.name}, which reads it at rest")
+    return Report("deliver", lines)
 
 
 def bucket_at_rest(node: fx.Node) -> int | None:
@@ -36,22 +74,25 @@ def bucket_at_rest(node: fx.Node) -> int | None:
     return role.bucket if role is not None and is_shard else None
 
 
-def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
-    output, lines = graph.output_node(), []
-    returned = list(output.args[0])  # type: ignore[arg-type]
-    at_rest: dict[int, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        if (bucket := bucket_at_rest(node)) is not None:
-            at_rest.setdefault(bucket, []).append(node)
-    for reduction in roles.reductions(graph):
-        gradient = (reduction.wait, *reduction.after)[-1]
-        if gradient not in returned or context.buckets[reduction.bucket].exchange.offload:
-            continue  # a gradient on its way to host memory is awaited when the graph has returned
-        with graph.inserting_before(output):
-            given = gradient, at_rest.get(reduction.bucket, []), reduction.bucket
-            delivered = graph.call_function(roles.DELIVER, given)
-        delivered.meta["val"] = gradient.meta["val"]
-        returned[returned.index(gradient)] = delivered
-        lines.append(f"{context.buckets[reduction.bucket].name}: when its reduction has arrived")
-    output.args = (type(output.args[0])(returned),)  # type: ignore[call-arg]
-    return Report("deliver", lines)
+def readers_at_rest(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads the memory of a graph's input, through views and waits, and the waits of what it is sent by."""
+    for user in node.users:
+        yield user
+        if roles.is_view(user) or user.target in roles.WAITS:
+            yield from readers_at_rest(user)
+        elif roles.is_collective(user):
+            yield from (wait for wait in user.users if wait.target in roles.WAITS)
+
+
+def _gradients(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the gradients of shards that a graph computes, with their buckets: reduced, or of a bucket that no other
+    rank shares."""
+    reductions = roles.reductions(graph)
+    for reduction in reductions:
+        yield (reduction.wait, *reduction.after)[-1], reduction.bucket
+    reduced = {reduction.bucket for reduction in reductions}
+    for node, bucket in roles.packs(graph):
+        while bucket not in reduced and len(node.users) == 1 and (user := next(iter(node.users))).op != "output":
+            node = user  # scales or casts it
+        if bucket not in reduced:
+            yield node, bucket

@@ -171,13 +171,13 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     user passes, the verifier, and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
-    early = [deliver.apply] if context.delivers_early else []
+    early, behind = ([deliver.apply], [deliver.place]) if context.delivers_early else ([], [])
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
     copies = [activations.place] if context.policy.activation_offload else []
     table: dict[Phase, list[Pass]] = {
         Phase.JOINT: [reshard.apply],
         Phase.FORWARD: [schedule.apply, *own, *copies],
-        Phase.BACKWARD: [*widen, *early, reduce.apply, schedule.apply, *own, *copies],
+        Phase.BACKWARD: [*widen, *early, reduce.apply, schedule.apply, *own, *copies, *behind],
         Phase.INFERENCE: [schedule.apply, *own],
     }
     return table[phase]

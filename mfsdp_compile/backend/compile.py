@@ -223,7 +223,7 @@ def prepare(
             gathers=all(owner.overlap.gathers for owner in owners),
             reductions=all(owner.overlap.reductions for owner in owners),
         ),
-        delivers_early=chosen.step_in_backward,
+        delivers_early=chosen.step_in_backward and not served,
         other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):

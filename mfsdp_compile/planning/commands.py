@@ -179,6 +179,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "auto: those that are copied while the next unit computes (default: none)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument(
+        "--step-in-backward",
+        action="store_true",
+        help="step over each bucket when its gradient has been reduced (compile_step without max_norm)",
+    )
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
     parser.add_argument("--details", action="store_true", help="print the report of the best plan too")
@@ -230,6 +235,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             buffers=BufferPolicy(given.double_buffer or given.maxpool_double_buffer, given.maxpool_double_buffer),
             microbatches=given.microbatches,
             offload=OFFLOAD[given.offload],
+            step_in_backward=given.step_in_backward,
         )
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto also tries unit sizes: remove --unit, or pass a size to --bucket")
@@ -436,6 +442,8 @@ def _precision(job: Job) -> str:
         found += f", gradients sent in {precision.grad_comm_dtype}"
     if precision.grad_sum_dtype is not None:
         found += f", gradients summed in {precision.grad_sum_dtype}"
+    if job.step_in_backward:
+        found += ", stepped in backward"
     if work.fp8_matmul is not None:
         found += f", multiplied in float8 ({work.fp8_matmul}{', wgrad too' if work.fp8_wgrad else ''})"
     return found

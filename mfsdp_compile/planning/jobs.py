@@ -52,6 +52,7 @@ class Job:
         reserve: Fraction of the device's memory that schedules leave free if there is no ``budget``. What does not fit
             so is planned again with the least reserve that was enough in a published run, and then *may not fit*; see
             :mod:`.published`.
+        step_in_backward: The optimizer steps over each bucket in backward, as :func:`~mfsdp_compile.compile_step` does.
 
     Raises:
         ValueError: If units are offloaded that are gathered quantized.
@@ -75,6 +76,7 @@ class Job:
     microbatches: int | None = None
     offload: OffloadedUnits | Literal["auto"] = NOTHING
     reserve: float = published.MOST_RESERVED
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.offload != NOTHING and self.precision.param_comm_dtype is not None:

@@ -73,6 +73,8 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
         infos = offloading.offload(infos, job.offload)
     other_bytes = traced.buffer_bytes + messages + buffer_bytes(info.exchange for info in infos)
     context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=other_bytes)
+    if job.step_in_backward and candidate.degrees.pipeline == 1:  # a pipeline's schedule runs its own backwards
+        context = replace(context, steps_early=True)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
     return StepOutlines(outlines, context, CostModel(job.hardware, job.fused))
 

@@ -484,7 +484,7 @@ class _Clock:
                 self.idle_until(stage, unit, copied.pop(event.copy))
             elif isinstance(event, StepBucket):
                 self.stepped.add(event.bucket)
-                self.step_over([buckets[event.bucket]])
+                self.step_over([buckets[event.bucket]], stage)
             else:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
@@ -521,13 +521,14 @@ class _Clock:
 
     def step(self) -> None:
         """Step over the buckets that backward has left."""
-        self.step_over([i for n, i in enumerate(self.context.buckets) if i.trainable and n not in self.stepped])
+        left = [i for n, i in enumerate(self.context.buckets) if i.trainable and n not in self.stepped]
+        self.step_over(left, Stage.OPTIMIZER)
 
-    def step_over(self, trained: Sequence[BucketInfo]) -> None:
+    def step_over(self, trained: Sequence[BucketInfo], stage: Stage) -> None:
         optimizer, begun = self.optimizer, self.now
         on_host = sum(info.layout.shard_numel for info in trained if info.exchange.offload)
         elements = sum(info.layout.shard_numel for info in trained) - on_host
-        self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
+        self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, stage, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
         if on_host:  # the CPU begins when the last gradient is there, while the device steps over its shards
             arrived = max(begun, self.free_at.get("to the host", 0.0))
@@ -536,9 +537,8 @@ class _Clock:
                 if info.exchange.offload and not info.is_fetched:
                     self.now += self.costs.host_copy(info.shard_bytes)
         if self.details:
-            self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
-        before = self.units.get((Stage.OPTIMIZER, "optimizer"), 0.0)
-        self.units[Stage.OPTIMIZER, "optimizer"] = before + self.now - begun
+            self.span("compute", "optimizer", "optimizer", stage, begun, self.now)
+        self.units[stage, "optimizer"] = self.units.get((stage, "optimizer"), 0.0) + self.now - begun
         self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
 
     def timeline(self) -> Timeline:

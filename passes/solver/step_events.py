@@ -367,7 +367,7 @@ class StepOutlines:
                 place += [Free(Category.GRADIENTS, held), final]
             if not begins and not info.exchange.may_wait(0):  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
-            if ends and context.delivers_early and not info.exchange.offload:
+            if ends and context.steps_early and not info.exchange.offload:
                 place += [StepBucket(g.bucket), Free(Category.GRADIENTS, final.bytes)]
         packed: list[tuple[int, Event]] = []
         others: list[tuple[int, list[Event]]] = []

@@ -14,7 +14,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
-from ..deliver import bucket_at_rest
+from ..deliver import bucket_at_rest, readers_at_rest
 from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of
 from .contract import Contract, Gradient, gradients_of, packed
 
@@ -166,12 +166,13 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
         rests = [n for n in found.graph.find_nodes(op="placeholder") if bucket_at_rest(n) == bucket]
         if list(node.args[1]) != rests:
             yield f"{node} is declared to write to {node.args[1]}, not to {rests}", node, bucket
-        for reader in [reader for rest in rests for reader in _readers(rest) if reader is not node]:
+        for reader in [reader for rest in rests for reader in readers_at_rest(rest) if reader is not node]:
             if found.order[reader] > found.order[node]:
                 yield f"{reader} reads it at rest after its gradient was delivered by {node}", reader, bucket
     for reduction in found.reductions:
-        is_left = not reduction.stages or found.info(reduction.bucket).exchange.offload
-        for _, after in reduction.returned if not is_left else ():
+        if found.info(reduction.bucket).exchange.offload:
+            continue
+        for _, after in reduction.returned if reduction.stages else [(0, reduction.before[0])]:
             delivers = [node for node in after if node.target is roles.DELIVER]
             if not delivers or delivers[-1] is not after[-1]:
                 yield "its gradient is not delivered before the graph returns", reduction.last, reduction.bucket
@@ -181,14 +182,6 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
                     after[-1],
                     reduction.bucket,
                 )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return what reads a node's memory, through views too."""
-    found = []
-    for user in node.users:
-        found += [user, *_readers(user)] if roles.is_view(user) else [user]
-    return found
 
 
 def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:

@@ -1,6 +1,6 @@
 """Verify a graph: check rules whose breach would mean wrong gradients, lost memory or a hang.
 
-The rules apply to any sharded training; the functions in :data:`.rules.RULES` say what each demands, with V1 to V12 as
+The rules apply to any sharded training; the functions in :data:`.rules.RULES` say what each demands, with V1 to V13 as
 their stable numbers.
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
@@ -51,7 +51,7 @@ class ScheduleError(RuntimeError):
 
 
 def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") -> Report:
-    """Check a graph with sharded parameters against the rules V1 to V12, without changing it.
+    """Check a graph with sharded parameters against the rules V1 to V13, without changing it.
 
     It takes the arguments of a pass, so a user pass can call it. It also runs after every user pass.
 

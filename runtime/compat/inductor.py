@@ -29,6 +29,7 @@ __all__ = [
     "is_miscompiled",
     "partitioner",
     "register_lowering",
+    "set_output_strides",
     "unknown_inductor_options",
 ]
 
@@ -37,6 +38,12 @@ def is_generated(file: str) -> bool:
     """Whether a file contains code that Inductor has generated."""
     cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return cache is not None and file.startswith(cache.cache_dir())
+
+
+def set_output_strides(output: fx.Node, position: int, strides: tuple[int, ...]) -> None:
+    """Change the strides that Inductor gives an output of a graph; it would copy a tensor with others."""
+    if (known := output.meta.get("original_output_strides")) is not None:  # noted before passes over the graph
+        known[position] = strides
 
 
 def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:

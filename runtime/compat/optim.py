@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .frames import frames
 
@@ -25,5 +26,8 @@ def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has hooks of its own that run before or after its step."""
+    """Whether hooks of the program run before or after an optimizer's step: its own, or those of all optimizers."""
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if any(not (getattr(hook, "__module__", None) or "").startswith("mfsdp_compile.") for hook in of_all):
+        return True
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -224,6 +224,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         self.pending: DeferredGradient | None = None
         self.consumer: GradientConsumer | None = None
         """What uses the sum of gradients up as soon as it is complete, so that parameters have none."""
+        self.installed: tuple[weakref.ref[Tensor], int] | None = None
+        """The flat gradient that the parameters' gradients were made views of last, and its version then."""
         self.contributions = 0
         """Forwards whose backward has still to add to the gradients: the graphs of a model with graph breaks have one
         each. The sum is complete with the last one."""

@@ -133,7 +133,7 @@ def deliver_to(backward: Backward, gradient: Tensor) -> None:
     A gradient for ``torch.autograd.grad`` is only kept, for when the graph returns.
     """
     requested = backward.requested or RequestedGradients.of(backward.leaves)
-    backward.delivered = False  # an earlier backward may have failed
+    backward.delivered, backward.kept = False, None  # an earlier backward may have failed
     if requested.returned:
         backward.kept = gradient.clone()
         return
@@ -277,9 +277,8 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int], in_graph
     given, gradient = gradient, _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = _collect(bucket)
     total = gradient if total is None else total.add_(gradient)
-    if bucket.consumer is not None and bucket.contributions == 1 and bucket.consumer(total, used, in_graph):
-        for param in bucket.params if total is not gradient else ():
-            _attach(bucket, param, None)
+    if bucket.consumer is not None and bucket.consumer(total, used, in_graph):
+        clear(bucket, keeps_use=True)
         return
     install(bucket, total.clone() if in_graph and total is given else total, used)
 
@@ -309,10 +308,12 @@ def settle(bucket: Bucket, levels: Sequence[int] | None) -> None:
     bucket.used_now.clear()
 
 
-def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
+def clear(bucket: Bucket, kept: Collection[int] | None = None, keeps_use: bool = False) -> None:
     """Drop gradients.
 
     Args:
+        keeps_use: Keep what is known of the use of parameters: the gradients have been used up, and settled gradients
+            of other ranks depend on it.
         kept: ``id`` of the parameters that keep their gradients. Deferred gradients of the other parameters are dropped
             parameter by parameter, before more is added or reduced. The deferred sum itself stays, so that ranks that
             keep different parameters still start the same reductions. None: drop all gradients.
@@ -323,6 +324,8 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
     for param in bucket.params:
         if kept is None or id(param) not in kept:
             _attach(bucket, param, None)
+    if keeps_use:
+        return
     kept_indices = {i for i, param in enumerate(bucket.params) if kept is not None and id(param) in kept}
     bucket.provisional &= kept_indices
     bucket.used_now &= kept_indices
@@ -428,6 +431,19 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
     return shown(bucket, total)
 
 
+def is_as_installed(bucket: Bucket) -> bool:
+    """Whether the parameters' gradients are what backwards through the bucket have computed, and nothing else.
+
+    Otherwise something has added to them or replaced them since, such as a penalty on parameters in the loss.
+    """
+    attached = _attached(bucket)
+    if all(gradient is None for gradient in attached):
+        return True
+    if bucket.installed is None or (flat := bucket.installed[0]()) is None:
+        return False
+    return _shared_flat(bucket, attached) is flat and flat._version == bucket.installed[1]
+
+
 def shown(bucket: Bucket, total: Tensor) -> Tensor:
     """Return the flat gradient as the parameters' ``.grad`` shows it, in the parameters' dtype if it must be cast."""
     return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
@@ -443,6 +459,7 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     if bucket.pending is not None:
         bucket.pending.earlier.clear()
     used_so_far(bucket)
+    bucket.installed = weakref.ref(visible), visible._version
     attribute = bucket.plan.grad_attribute
     for index, view in enumerate(bucket.local_views(visible, backing=(visible,))):
         param = bucket.params[index]

@@ -34,7 +34,7 @@ _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, 
 
 
 @dataclass(eq=False)
-class _AdjacentParams:
+class Run:
     """Adjacent parameters of a bucket, beginning with number ``first``.
 
     Args:
@@ -59,6 +59,8 @@ class _AdjacentParams:
     """The same state by parameter, as it was put into the optimizer's state."""
     sources: dict[str, Any] = field(default_factory=dict)
     """State that ``shown`` was made from."""
+    group: dict[str, Any] = field(default_factory=dict)
+    """Their parameter group, for steps over single buckets."""
 
     def cut(self, value: Tensor) -> list[RowShardedTensor]:
         """Return the rows of each parameter in a tensor of the run's shape."""
@@ -97,7 +99,7 @@ class FlatStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer)
         self._reference = weakref.ref(optimizer)
-        self._runs: dict[tuple[int, ...], list[_AdjacentParams]] = {}
+        self._runs: dict[tuple[int, ...], list[Run]] = {}
         self.stepped: set[Bucket] = set()
         """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
         vars(optimizer)[_FLAT_STEP] = self
@@ -119,18 +121,19 @@ class FlatStep:
             result = step()
         return result if closure is None else loss
 
-    def runs_by_bucket(self) -> dict[Bucket, list[tuple[dict[str, Any], _AdjacentParams]]]:
-        """Return the runs of each bucket, each with its parameter group."""
-        found: dict[Bucket, list[tuple[dict[str, Any], _AdjacentParams]]] = {}
+    def runs_by_bucket(self) -> dict[Bucket, list[Run]]:
+        """Return the runs of each bucket, in the order of parameter groups."""
+        found: dict[Bucket, list[Run]] = {}
         for group in self._optimizer.param_groups:
             for run in self._runs_of([param for param in group["params"] if isinstance(param, RowShardedTensor)]):
-                found.setdefault(run.bucket, []).append((group, run))
+                run.group = group
+                found.setdefault(run.bucket, []).append(run)
         return found
 
     @torch.no_grad()
     def step_bucket(
         self,
-        runs: Sequence[tuple[dict[str, Any], _AdjacentParams]],
+        runs: Sequence[Run],
         gradient: Tensor,
         step: Callable[[torch.optim.Optimizer], Any],
     ) -> bool:
@@ -145,30 +148,34 @@ class FlatStep:
             Whether it was stepped. Not if parameters of a run have different state.
         """
         optimizer = self._optimizer
-        if not all(self._collect_state(run) for _, run in runs):
+        if not all(self._collect_state(run) for run in runs):
             return False
-        given = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
+        groups, params = optimizer.param_groups, [run.group["params"] for run in runs]
+        self.stepped.add(runs[0].bucket)
         try:
-            for group, run in runs:
+            optimizer.param_groups = []
+            for run in runs:
                 self._give_gradient(run, gradient)
-                group["params"].append(run.flat)
+                if not optimizer.param_groups or optimizer.param_groups[-1] is not run.group:
+                    optimizer.param_groups.append(run.group)
+                    run.group["params"] = []
+                run.group["params"].append(run.flat)
                 if run.state:
                     optimizer.state[run.flat] = run.state
             step(optimizer)
         finally:
-            for group, params in zip(optimizer.param_groups, given, strict=True):
-                group["params"] = params
-            for _, run in runs:
+            optimizer.param_groups = groups
+            for run, given in zip(runs, params, strict=True):
+                run.group["params"] = given
+            for run in runs:
+                _own_state(optimizer.state.get(run.flat, {}), gradient)
                 self._give_back(run)
-        self.stepped.add(runs[0][1].bucket)
         return True
 
     @contextlib.contextmanager
     def _over_runs(self) -> Iterator[None]:
         state = self._optimizer.state
-        taken: list[_AdjacentParams] = []
+        taken: list[Run] = []
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
@@ -193,14 +200,14 @@ class FlatStep:
             for run in taken:
                 self._give_back(run)
 
-    def _runs_of(self, params: list[Any]) -> list[_AdjacentParams]:
+    def _runs_of(self, params: list[Any]) -> list[Run]:
         key = tuple(id(param) for param in params)
         if key not in self._runs:
             self._runs[key] = _find_runs(params)
         return self._runs[key]
 
     @torch.no_grad()
-    def _take(self, run: _AdjacentParams) -> bool:
+    def _take(self, run: Run) -> bool:
         """Prepare a run for the step. Return False if its parameters must be stepped one by one."""
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
@@ -208,12 +215,12 @@ class FlatStep:
         self._give_gradient(run, gradient)
         return True
 
-    def _give_gradient(self, run: _AdjacentParams, gradient: Tensor) -> None:
+    def _give_gradient(self, run: Run, gradient: Tensor) -> None:
         gradient = run.bucket.elements(gradient)
         mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
         setattr(run.flat, run.bucket.plan.grad_attribute, mine)
 
-    def _collect_state(self, run: _AdjacentParams) -> bool:
+    def _collect_state(self, run: Run) -> bool:
         state = self._optimizer.state
         held = [state.get(param) or {} for param in run.params]
         if run.shown and all(_same_objects(shown, state_of) for shown, state_of in zip(run.shown, held, strict=True)):
@@ -245,7 +252,7 @@ class FlatStep:
         return True
 
     @torch.no_grad()
-    def _give_back(self, run: _AdjacentParams) -> None:
+    def _give_back(self, run: Run) -> None:
         """Restore state by parameter after the step."""
         setattr(run.flat, run.bucket.plan.grad_attribute, None)
         # Fused kernels, and kernels that take addresses, do not increment the version when they write.
@@ -268,7 +275,7 @@ class FlatStep:
             if shown:
                 state[param] = dict(shown)
 
-    def _give_up(self, run: _AdjacentParams) -> None:
+    def _give_up(self, run: Run) -> None:
         """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
         for param in run.params:
             state_of = self._optimizer.state.get(param) or {}
@@ -286,6 +293,14 @@ class FlatStep:
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
+
+
+def _own_state(state: dict[str, Any], gradient: Tensor) -> None:
+    """Copy state that an optimizer keeps in the memory of a gradient, which compiled code reuses."""
+    address = gradient.untyped_storage().data_ptr()
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == address:
+            state[key] = value.clone()
 
 
 def flat_step_of(optimizer: torch.optim.Optimizer) -> FlatStep | None:
@@ -308,7 +323,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _find_runs(params: list[Any]) -> list[_AdjacentParams]:
+def _find_runs(params: list[Any]) -> list[Run]:
     """Return the runs of one group's parameters, in the order of their buckets."""
     members: dict[Bucket, list[int]] = {}
     for param in params:
@@ -325,16 +340,16 @@ def _find_runs(params: list[Any]) -> list[_AdjacentParams]:
     return runs
 
 
-def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
+def _run(bucket: Bucket, first: int, last: int) -> Run:
     """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
     params = bucket.params[first : last + 1]
     shard = bucket.elements(bucket.flat.detach())
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:
-        return _AdjacentParams(bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False)
+        return Run(bucket, params, first, 0, torch.zeros_like(shard[:1], requires_grad=True), is_here=False)
     later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
     start, stop = held[0].start, min([*later, shard.numel()])
-    return _AdjacentParams(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
+    return Run(bucket, params, first, start, shard[start:stop].requires_grad_(), is_here=True)
 
 
 def _same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:

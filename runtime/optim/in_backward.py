@@ -7,10 +7,13 @@ optimizer itself, over flat shards (:mod:`.flat_step`), so that numbers, state, 
 ``optimizer.step()``. ``optimizer.step()`` still follows, and steps what is left.
 
 What is left (:meth:`StepInBackward.later`, and what :meth:`BucketStep.__call__` refuses)
+    * All buckets in the first step: its checks compare gradients between ranks before anything changes, and it shows
+      which gradients have other sources than the model's forward.
     * A bucket that a step needs more than the gradient for, or of whose gradient a program may want to see more.
     * A bucket of which this backward has not used every parameter. Whether an unused parameter has a gradient is known
       after the backward, when all ranks have said what they used.
-    * A bucket to which another forward has still to contribute, as to one that two graphs use.
+    * A bucket to which another forward has still to contribute, as to one that two graphs use, or a backward inside of
+      the backward (reentrant checkpointing).
     * In eager mode, a bucket whose parameters are used where they rest, as with ``no_shard``: autograd may still need
       their values.
 
@@ -32,33 +35,49 @@ from .. import compat
 from ..memory import gradients
 from ..memory.bucket import Bucket
 from ..memory.tensor import ACCUMULATE_HOOKS
-from .flat_step import FlatStep
+from ..ranks.collective_order import RESET
+from .flat_step import FlatStep, Run
 from .tracking import OptimizedModel
 from .trial import counts_calls
 
+_HALF_DONE = (
+    f"Some buckets have been stepped in this backward, and others have not: call {RESET}, and load a checkpoint."
+)
+_OTHER_SOURCES = "something else than the model's forward adds to its gradient, such as a penalty in the loss"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class BucketStep:
     """Steps one bucket when its gradient is complete. Implements :class:`~..memory.bucket.GradientConsumer`.
 
     Args:
         flat: Steps the optimizer over runs.
         bucket: The bucket.
-        runs: Its runs, with their parameter groups.
+        runs: Its runs.
         step: The optimizer's own step, without hooks.
+
+    Attributes:
+        backward: Id of the backward that the program has called; None: it has not begun.
     """
 
     flat: FlatStep
     bucket: Bucket
-    runs: Sequence[tuple[dict[str, Any], Any]]
+    runs: Sequence[Run]
     step: Callable[[torch.optim.Optimizer], Any]
+    backward: int | None = None
 
     def __call__(self, total: Tensor, used: Collection[int], in_graph: bool) -> bool:
-        if len(used) != len(self.bucket.params) or not self.bucket.owner.grad_sync.is_due():
+        bucket = self.bucket
+        if bucket in self.flat.stepped:
+            raise RuntimeError(
+                f"{bucket.plan.name} got another gradient in the backward in which the optimizer has stepped over it. "
+                f"Write the step out instead of compile_step. {_HALF_DONE}"
+            )
+        if len(used) != len(bucket.params) or bucket.contributions != 1 or not bucket.owner.grad_sync.is_due():
             return False
-        if self.bucket.is_used_at_rest and not in_graph:
+        if (bucket.is_used_at_rest and not in_graph) or compat.backward_id() != self.backward:
             return False
-        return self.flat.step_bucket(self.runs, gradients.shown(self.bucket, total), self.step)
+        return self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step)
 
 
 class StepInBackward:
@@ -74,64 +93,98 @@ class StepInBackward:
         self._optimizer, self._flat, self._owners = optimizer, flat, owners
         self._step = compat.step_without_hooks(type(optimizer))
         self._counts_calls = counts_calls(optimizer)
+        self._steps: list[BucketStep] = []
+        self._other_sources: set[Bucket] = set()
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for owner in self._owners for bucket in owner.buckets]
 
     def later(self) -> dict[str, str]:
         """Return the buckets that the optimizer's step is left to, each with the reason."""
         runs = self._flat.runs_by_bucket()
         found = {}
-        for owner in self._owners:
-            for bucket in owner.buckets:
-                if bucket.plan.requires_grad and (why := self._why_later(bucket, runs.get(bucket, []))):
-                    found[bucket.plan.name] = why
+        for bucket in self._buckets:
+            if bucket.plan.requires_grad and (why := self._why_later(bucket, runs.get(bucket, []))):
+                found[bucket.plan.name] = why
         return found
 
-    def _why_later(self, bucket: Bucket, runs: Sequence[tuple[dict[str, Any], Any]]) -> str:
+    def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
         if self._counts_calls:
             return "the optimizer counts steps by itself, and each bucket would count as one"
         if compat.has_step_hooks(self._optimizer):
-            return "the optimizer has hooks, which run before a step and after it"
+            return "the optimizer has hooks, which run before a step and after it, or a step of its own"
         if bucket.plan.offload is not None:
             return "its gradient is copied to host memory"
         if bucket.plan.keeps_memory:
             return "its gradient keeps its memory (cuda_graph_mode)"
         if bucket.plan.inspected:
             return "gradients are checked for NaN first (report_nan_in_param_grad)"
-        if sum(len(run.params) for _, run in runs) != len(bucket.params) or not all(bucket.trains):
+        if sum(len(run.params) for run in runs) != len(bucket.params) or not all(bucket.trains):
             return "the optimizer does not hold all of its parameters, or some are frozen"
         if any(vars(param).get(ACCUMULATE_HOOKS) for param in bucket.params):
             return "hooks of its parameters look at .grad"
-        return ""
+        return _OTHER_SOURCES if bucket in self._other_sources else ""
 
-    def begin(self) -> None:
-        """Prepare for the first forward of a step. What earlier forwards owe their backwards is not waited for."""
-        for owner in self._owners:
-            for bucket in owner.buckets:
-                bucket.contributions = 0
+    def note_sources(self) -> None:
+        """Find the buckets whose gradients have other sources, after a backward that has stepped over none."""
+        self._other_sources |= {bucket for bucket in self._buckets if not gradients.is_as_installed(bucket)}
 
     @contextlib.contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Context of the last backward before the optimizer's step. If it raises, some buckets may have been stepped,
-        and the models say so."""
-        self._flat.stepped.clear()
+    def stepping(self) -> Iterator[None]:
+        """Context of the last backward before the optimizer's step, and of the step.
+
+        If it raises, some buckets may have been stepped. The models then refuse to go on.
+        """
         runs = self._flat.runs_by_bucket()
-        buckets = [bucket for owner in self._owners for bucket in owner.buckets]
-        eligible = [bucket for bucket in buckets if not self._why_later(bucket, runs.get(bucket, []))]
+        self._steps = [
+            BucketStep(self._flat, bucket, runs[bucket], self._step)
+            for bucket in self._buckets
+            if bucket in runs and not self._why_later(bucket, runs[bucket])
+        ]
         for owner in self._owners:
             owner.step_tracker.begin_backward()
         try:
-            for bucket in eligible:
-                bucket.consumer = BucketStep(self._flat, bucket, runs[bucket], self._step)
+            for each in self._steps:
+                each.bucket.consumer = each
             yield
         except BaseException as error:
             for owner in self._owners:
                 owner.step_tracker.fail(error)
             raise
         finally:
-            for bucket in eligible:
-                bucket.consumer = None
+            self._disarm()
+            self.end_step()
 
-    def end(self) -> None:
-        """The optimizer's step, which has stepped the other buckets, is over."""
+    def begin_backward(self) -> None:
+        """The backward that the program has called begins; others may run inside of it."""
+        for each in self._steps:
+            each.backward = compat.backward_id()
+
+    def end_backward(self) -> None:
+        """The backward has ended. What is left is the optimizer's.
+
+        Raises:
+            RuntimeError: A bucket that was stepped has got a further gradient.
+        """
+        self._disarm()
+        for bucket in self._flat.stepped:
+            if bucket.has_gradients:
+                raise RuntimeError(
+                    f"{bucket.plan.name} has a gradient after the optimizer has stepped over it in backward: "
+                    f"{_OTHER_SOURCES}, which the first step did not have. Write such steps out instead of "
+                    f"compile_step. {_HALF_DONE}"
+                )
+
+    def _disarm(self) -> None:
+        for each in self._steps:
+            each.bucket.consumer = None
+        self._steps = []
+
+    def end_step(self) -> None:
+        """Forget a step, and forwards without a backward."""
         for bucket in self._flat.stepped:
             bucket.used_now.clear()
         self._flat.stepped.clear()
+        for bucket in self._buckets:
+            bucket.contributions = 0

@@ -41,10 +41,11 @@ class StepTracker:
         if optimizer is self._running or compat.in_backward():
             return
         self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
+        ahead, self._ahead = self._ahead, None
         self.check()
         self._conduct.enter_step(type(optimizer).__name__)
         self._running = optimizer
-        self._version, self._ahead = self._weights_version if self._ahead is None else self._ahead, None
+        self._version = self._weights_version if ahead is None else ahead
 
     def begin_backward(self) -> None:
         """Handle a backward that steps buckets ahead of the optimizer's step, which must follow."""
@@ -85,6 +86,13 @@ class StepTracker:
 
     def check(self) -> None:
         """Raise RuntimeError if an optimizer's step was interrupted in the middle of its changes."""
+        if self._ahead is not None and self._ahead != self._weights_version:  # interrupted where nothing could tell
+            self.fail(RuntimeError("a step in backward that was interrupted"))
+        if self._is_half_done:
+            raise RuntimeError(
+                f"The last optimizer step over {self._conduct.name} failed in the middle on this rank: some weights "
+                f"are from after it, others from before. Call {RESET}, and load a checkpoint."
+            )
         if self._running is None or compat.is_running(self._running):  # a running step may call a closure
             return
         if self._weights_version == self._version:
@@ -105,7 +113,7 @@ class StepTracker:
 
     def reset(self) -> None:
         """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""
-        half = self._is_half_done or self._running is not None
+        half = self._is_half_done or self._running is not None or self._ahead is not None
         self._is_half_done, self._running, self._ahead = False, None, None
         group = self._conduct.members.group
         everyone = everyones((self._conduct.steps, half), group, "optimizer steps")

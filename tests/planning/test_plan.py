@@ -90,6 +90,25 @@ def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     assert len(row.timeline.exposures) == len(real.exposures)
 
 
+@pytest.mark.long
+def test_a_plan_with_steps_in_backward_is_what_the_compiler_does() -> None:
+    """The step's time is the same. Gradients of one bucket at a time are in memory, and none when backward ends."""
+    jobs = [Job(llama(10), CPU, solved=False, step_in_backward=steps) for steps in (False, True)]
+    before, row = (planned(job, traced_llama(10), Candidate(ZERO3, 4)) for job in jobs)
+    assert before.timeline is not None
+    assert row.timeline is not None
+    real, _ = compiled_llama(jobs[1], step_in_backward=True)
+    assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+    assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+    assert row.timeline.seconds == pytest.approx(before.timeline.seconds, rel=1e-6)
+    for timeline, gone in ((before.timeline, False), (row.timeline, True), (real, True)):
+        assert timeline.memory is not None
+        gradients = timeline.memory.parts[Category.GRADIENTS]
+        whole = sum(info.layout.shard_numel for info in row.context.buckets) * 4
+        assert (gradients[-1] == 0) is gone
+        assert (max(gradients) < whole / 2) is gone
+
+
 def compiled_llama(
     job: Job, strategy: ShardingStrategy = ZERO3, batch: int = 4, length: int = 64, **options: Any
 ) -> tuple[Timeline, CompileRecord]:

@@ -18,13 +18,16 @@ from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
+from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.optim.trial import counts_calls
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 
 class Lion(torch.optim.Optimizer):
@@ -255,7 +258,21 @@ def test_clipping(mode: str, accumulation: int) -> None:
 
 @on_ranks(2)
 def test_inductor() -> None:
-    check(INDUCTOR, steps=3)
+    """What the graph returns in place of gradients has no memory: no kernel fills it."""
+    trained = check(INDUCTOR, steps=3)
+    (record,) = [each for each in trained.model.sharded.compiled_graphs if Phase.BACKWARD in each.reports]
+    assert record.context.delivers_early
+    outputs: list[Tensor] = []
+    begin = gradients._receive
+
+    def receive(backward: Any, gradient: Any, *args: Any, **more: Any) -> Any:
+        outputs.extend([gradient] if not more else [])
+        return begin(backward, gradient, *args, **more)
+
+    with mock.patch.object(gradients, "_receive", receive):
+        trained.train(parity.batches(1, shape=(3, 8)))
+    assert len(outputs) == len(trained.model.sharded.buckets)
+    assert all(output.untyped_storage().nbytes() == output.dtype.itemsize for output in outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -266,6 +283,15 @@ def test_gradients_in_another_dtype(dtype: torch.dtype) -> None:
 
 
 # -- what is stepped after the backward -------------------------------------------------------------------------------
+
+
+class _CheckpointedReentrantTied(zoo.Plain):
+    """One block many times, each in a backward of its own: reentrant checkpointing."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return x
 
 
 PARTLY: dict[str, type[nn.Module]] = {
@@ -281,10 +307,12 @@ PARTLY: dict[str, type[nn.Module]] = {
     "RootParameter": zoo.RootParameter,
     "MixedTypes": zoo.MixedTypes,
     "Scalars": zoo.Scalars,
+    "CheckpointedReentrant": zoo.CheckpointedReentrant,
+    "CheckpointedReentrantTied": _CheckpointedReentrantTied,
 }
 
 
-@pytest.mark.long_unless("*-Unused", "2-eager-Detached", "2-aot_eager-GraphBreaks", "2-aot_eager-Tied")
+@pytest.mark.long_unless("*-Unused", "2-eager-Detached", "2-eager-*Tied", "2-aot_eager-GraphBreaks", "2-aot_eager-Tied")
 @pytest.mark.parametrize("name", PARTLY)
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -312,6 +340,63 @@ def test_ranks_that_use_other_parameters() -> None:
     one, other = (Trained(how, EAGER, _ExtraOnOneRank) for how in ("written out", "compile_step"))
     for key, value in one.tensors.items():
         assert torch.equal(value, other.tensors[key]), key
+
+
+def _with_penalty(model: Any, x: Tensor) -> Tensor:
+    return model(x) + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+
+def _penalty_first(model: Any, x: Tensor) -> Tensor:
+    return 0.01 * sum(param.square().sum() for param in model.parameters()) + model(x)
+
+
+@pytest.mark.parametrize("loss", [_with_penalty, _penalty_first])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_penalties_on_weights(mode: str, loss: Any) -> None:
+    """Gradients that do not come from the forward: the first step finds out, and their buckets are stepped later."""
+    found = []
+    for how in ("written out", "compile_step"):
+        model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), flat=True)
+        options = {"inner": AOT_EAGER}
+        step = compile_step(model, optimizer, loss, backend=None if mode == EAGER else "mfsdp", options=options)
+        call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options=options)
+        for batch in parity.batches(3, shape=(3, 8)):
+            x = batch[dist.get_rank()]
+            if how == "compile_step":
+                step(x)
+                assert "penalty" in step.explain()
+            else:
+                loss(call, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([param.to_local().clone() for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # the penalty is summed in one more graph
+
+
+@on_ranks(2)
+def test_a_penalty_that_begins_later_is_refused() -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight: list[float] = [0.0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return _with_penalty(model, x) if weight[0] else model(x)
+
+    step = compile_step(model, optimizer, loss, backend=None)
+    x = parity.batches(1, shape=(3, 8))[0, dist.get_rank()]
+    step(x)
+    step(x)
+    weight[0] = 1.0
+    with raises_everywhere(RuntimeError, "such as a penalty in the loss", "load a checkpoint"):
+        step(x)
+    with raises_everywhere(RuntimeError, "failed in the middle on this rank", "model.reset()"):
+        step(x)
+    with parity.first_rank_warns(RuntimeWarning, "its rows come from different steps"):
+        model.reset()
+    step(x)
 
 
 @on_ranks(2)
@@ -448,6 +533,8 @@ def test_an_error_in_the_middle_of_the_backward() -> None:
     handle.remove()
     assert any(not torch.equal(p.to_local(), was) for p, was in zip(trained.model.parameters(), before, strict=True))
     assert all(bucket.consumer is None for bucket in trained.model.sharded.buckets)
+    with raises_everywhere(RuntimeError, "failed in the middle on this rank", "model.reset()"):
+        trained.model(x)
     with parity.first_rank_warns(RuntimeWarning, "its rows come from different steps"):
         trained.model.reset()
     trained.train(parity.batches(1, shape=(3, 8)))
