@@ -57,9 +57,7 @@ def compile_step(
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         kind = "compiled module" if isinstance(model, nn.Module) else type(model).__name__
-        raise TypeError(
-            f"compile_step takes the model as fully_shard_model returned it, and compiles it; got a {kind}."
-        )
+        raise TypeError(f"compile_step takes a model as fully_shard_model returned it, and compiles it; got a {kind}.")
     if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
         raise ValueError(f"compile_step takes accumulation as a number of microbatches, got {accumulation!r}")
     if max_norm is not None and not max_norm > 0:
@@ -174,8 +172,7 @@ class TrainStep:
 
     def _stepping(self) -> contextlib.AbstractContextManager[StepInBackward | None]:
         """Return the context of the last backward and of the step. It gives what steps in backward; None: nothing."""
-        is_first = any(model.conduct.steps == 0 for model in self._models)
-        if self._in_backward is None or not self._steps_in_backward or is_first:
+        if self._in_backward is None or not self._steps_in_backward or self._in_backward.is_first:
             return contextlib.nullcontext()
         return self._in_backward.stepping()
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,13 @@ class GradientEvents(Protocol):
 
     def inspect(self, bucket: Bucket, packed: Tensor) -> None:
         """The packed gradient, ``[numel]``, is about to be reduced."""
+
+
+class InstalledGradient(NamedTuple):
+    """The flat gradient that parameters' gradients were made views of last, and its version then."""
+
+    flat: weakref.ref[Tensor]
+    version: int
 
 
 class GradientConsumer(Protocol):
@@ -224,8 +231,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         self.pending: DeferredGradient | None = None
         self.consumer: GradientConsumer | None = None
         """What uses the sum of gradients up as soon as it is complete, so that parameters have none."""
-        self.installed: tuple[weakref.ref[Tensor], int] | None = None
-        """The flat gradient that the parameters' gradients were made views of last, and its version then."""
+        self.installed: InstalledGradient | None = None
         self.contributions = 0
         """Forwards whose backward has still to add to the gradients: the graphs of a model with graph breaks have one
         each. The sum is complete with the last one."""

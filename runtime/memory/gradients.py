@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from ..owner import refuse_dropped
 from . import host
-from .bucket import Bucket
+from .bucket import Bucket, InstalledGradient
 from .deferred_gradients import RequestedGradients, bucket_of
 from .operators import like_rows
 from .redistribute import take_rows
@@ -439,9 +439,10 @@ def is_as_installed(bucket: Bucket) -> bool:
     attached = _attached(bucket)
     if all(gradient is None for gradient in attached):
         return True
-    if bucket.installed is None or (flat := bucket.installed[0]()) is None:
+    if (installed := bucket.installed) is None:
         return False
-    return _shared_flat(bucket, attached) is flat and flat._version == bucket.installed[1]
+    flat = installed.flat()
+    return flat is not None and flat._version == installed.version and _shared_flat(bucket, attached) is flat
 
 
 def shown(bucket: Bucket, total: Tensor) -> Tensor:
@@ -459,7 +460,7 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     if bucket.pending is not None:
         bucket.pending.earlier.clear()
     used_so_far(bucket)
-    bucket.installed = weakref.ref(visible), visible._version
+    bucket.installed = InstalledGradient(weakref.ref(visible), visible._version)
     attribute = bucket.plan.grad_attribute
     for index, view in enumerate(bucket.local_views(visible, backing=(visible,))):
         param = bucket.params[index]

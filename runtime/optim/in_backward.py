@@ -95,6 +95,12 @@ class StepInBackward:
         self._counts_calls = counts_calls(optimizer)
         self._steps: list[BucketStep] = []
         self._other_sources: set[Bucket] = set()
+        self._has_begun = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the coming step is the first one, which steps over no bucket in backward."""
+        return not self._has_begun or any(owner.conduct.steps == 0 for owner in self._owners)
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -128,6 +134,7 @@ class StepInBackward:
 
     def note_sources(self) -> None:
         """Find the buckets whose gradients have other sources, after a backward that has stepped over none."""
+        self._has_begun = True
         self._other_sources |= {bucket for bucket in self._buckets if not gradients.is_as_installed(bucket)}
 
     @contextlib.contextmanager

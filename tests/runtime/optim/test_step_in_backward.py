@@ -592,3 +592,17 @@ def test_gradients_are_delivered_behind_their_waits() -> None:
     assert len(delivers) == len(starts) == 5
     for deliver, following, after in zip(delivers[:-2], starts[1:], starts[2:], strict=False):
         assert following < deliver < after
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(1)
+def test_one_rank(mode: str) -> None:
+    """Nothing is reduced. Graphs deliver gradients; eager backwards leave parameters alone that they still use."""
+    check(mode, ahead=mode != EAGER)
+
+
+@on_ranks(2)
+def test_reductions_that_are_awaited_at_once() -> None:
+    """A gradient may arrive before the last reader of the shard."""
+    check(AOT_EAGER, overlap_grad_reduce=False, zero_dp_strategy=2)
+    check(INDUCTOR, steps=3, overlap_grad_reduce=False, zero_dp_strategy=2)
