@@ -6,6 +6,8 @@ outputs must not be touched until their waits.
 ``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, adds them in the order of ranks,
 and computes what follows; for more ranks than a kernel should read, the operator.
 
+``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
+
 ``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the
 matrix.
 
@@ -41,6 +43,8 @@ def register_lowerings() -> None:
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
     compat.register_lowering(torch.ops.mfsdp.wait_summed.default, compat.inductor_wait_summed)
+    deliver = torch.ops.mfsdp.deliver.default
+    compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))
     dequantizes = torch.ops.mfsdp.wait_quantized.default
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 

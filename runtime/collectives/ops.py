@@ -308,6 +308,11 @@ def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
     graph_runs.begin(phase, digest, schedule, used)
 
 
+@torch.library.register_fake("mfsdp::begin", lib=library)
+def _begin_fake(phase: str, digest: str, schedule: str, used: str) -> None:
+    """A compiler traces the graph, perhaps while the backward that it is for waits: nothing begins."""
+
+
 # -- deliver ----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "inductor_quantize",
     "inductor_wait_summed",
     "inductor_wait_then",
+    "inductor_writing",
     "is_generated",
     "is_miscompiled",
     "partitioner",
@@ -350,6 +351,21 @@ def inductor_wait_summed(slices: Any, ranks: int) -> Any:
 
 _MOST_SLICES = 64
 """Slices that one kernel reads."""
+
+
+def inductor_writing(operator: Any, *args: Any) -> Any:
+    """Lower ``operator``, which writes to the tensors in its second argument.
+
+    What has been read of them is computed first. Inductor itself (2.11 to 2.15) computes values that it has not stored
+    yet, and that read what an operator of another library writes to, only once it has put the operator in its list of
+    operations: they would read what was written.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for written in args[1]:
+        V.graph.mark_buffer_mutated(written.get_name())
+    return ir.TensorBox.create(ir.FallbackKernel.create(operator, *args))
 
 
 def inductor_quantize(values: Any, dims: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:

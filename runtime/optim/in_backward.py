@@ -138,7 +138,7 @@ class StepInBackward:
         self._other_sources |= {bucket for bucket in self._buckets if not gradients.is_as_installed(bucket)}
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[StepInBackward]:
         """Context of the last backward before the optimizer's step, and of the step.
 
         If it raises, some buckets may have been stepped. The models then refuse to go on.
@@ -154,7 +154,7 @@ class StepInBackward:
         try:
             for each in self._steps:
                 each.bucket.consumer = each
-            yield
+            yield self
         except BaseException as error:
             for owner in self._owners:
                 owner.step_tracker.fail(error)

@@ -136,7 +136,7 @@ def begin(phase: str, digest: str, schedule: str, used: str) -> None:
         RuntimeError: Other ranks run something else.
     """
     run, _thread.expected = _thread.expected, None
-    if phase == "backward" and schedule:  # not a region of a backward, which has no collectives
+    if phase == "backward" and (run is not None or schedule):  # else a region of a backward begins
         _thread.backward = weakref.ref(run) if run is not None else _Runs.backward
     if run is not None:
         run.begin(phase, digest, schedule, used)

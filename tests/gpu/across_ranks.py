@@ -34,7 +34,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model
+from mfsdp_compile import (
+    MixedPrecisionPolicy,
+    compile_step,
+    fsdp2,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime import compat
 
@@ -61,6 +67,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PRECISIONS = {
     "bfloat16": MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=BF16),
     "bfloat16, reduced in float32": MixedPrecisionPolicy(param_dtype=BF16, grad_comm_dtype=torch.float32),
+    "bfloat16, added up in float32": MixedPrecisionPolicy(
+        param_dtype=BF16, grad_comm_dtype=BF16, grad_sum_dtype=torch.float32
+    ),
     "gathers in float8": MixedPrecisionPolicy(param_dtype=BF16, param_comm_dtype=E4M3),
 }
 SECONDS = 40.0
@@ -122,6 +131,8 @@ def _settings(device: torch.device) -> Iterator[Row]:
         yield "registered buffers, which this machine cannot have", functools.partial(_refused, device)
     for name, policy in PRECISIONS.items():
         yield name, functools.partial(_both_ways, policy, device)
+    for mode in MODES[:2]:
+        yield f"steps in backward, {mode}", functools.partial(_stepped, mode, device)
     yield "FSDP2 beside its face", functools.partial(_beside_fsdp2, device)
 
 
@@ -192,6 +203,30 @@ def _both_ways(policy: MixedPrecisionPolicy, device: torch.device) -> None:
     parity.assert_bitwise(runs[0], runs[1])
     for run in runs[2:]:
         parity.assert_close(run, runs[0], 3e-2)  # bfloat16 rounds to 2^-8, and Inductor keeps float32 between operators
+
+
+def _stepped(mode: str, device: torch.device) -> None:
+    """Compare ``compile_step`` with steps that are written out, to the bit, with torch's fused AdamW."""
+    data = parity.batches(4).to(device)
+    found: list[list[torch.Tensor]] = []
+    for is_written_out in (True, False):
+        model = fully_shard_model(parity.build(zoo.Plain).to(device), fsdp_unit_modules=[zoo.Block])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        optimizer = fully_shard_optimizer(optimizer, flat=True)
+        options = {"inner": mode}
+        step = compile_step(model, optimizer, backend=None if mode == parity.EAGER else "mfsdp", options=options)
+        call = model if mode == parity.EAGER else torch.compile(model, backend="mfsdp", options=options)
+        with same_bits():
+            for batch in data:
+                if is_written_out:
+                    call(batch[dist.get_rank()]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    step(batch[dist.get_rank()])
+        found.append([param.to_local().detach().clone() for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def _beside_fsdp2(device: torch.device) -> None:
