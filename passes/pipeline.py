@@ -331,7 +331,8 @@ def decide_inference(graph: fx.Graph, record: CompileRecord) -> None:
             return
         roles.assign(graph)
         drop_unread.apply(graph, record.context, Phase.INFERENCE)
-        if roles.gathers(graph):  # a graph without gathers is the body of a region
+        # The body of a region gathers nothing: its buckets are whole.
+        if any(gather.start is not None for gather in roles.gathers(graph)):
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
 

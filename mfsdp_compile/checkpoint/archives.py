@@ -13,6 +13,7 @@ import copyreg
 import io
 import pickle
 import signal
+import struct
 import types
 import zipfile
 from collections.abc import Iterator
@@ -180,7 +181,7 @@ def _archive(file: IO[bytes], where: Path | str) -> Iterator[zipfile.ZipFile]:
         file.seek(0)
         with zipfile.ZipFile(file) as archive:
             items = archive.infolist()
-            if any(item.compress_type != zipfile.ZIP_STORED for item in items):
+            if any(i.compress_type != zipfile.ZIP_STORED or i.compress_size != i.file_size for i in items):
                 raise ValueError("it is compressed, which torch.save does not do")
             if (claimed := sum(item.file_size for item in items)) > size:
                 raise ValueError(f"its parts have {claimed:,} bytes, all of it {size:,}")
@@ -264,6 +265,31 @@ class _TensorUnpickler(InertUnpickler):
         return _StoredValues(dtype, typed(part, str, "a part of the archive"), bytes_)
 
 
+def _check_headers(file: IO[bytes], archive: zipfile.ZipFile, values: str) -> None:
+    """Check that torch can read all parts of an archive. Of those that begin with ``values``, only the headers.
+
+    Raises:
+        Exception: It cannot.
+    """
+    for item in archive.infolist():
+        with archive.open(item) as part:  # compares its two headers
+            content = part.read() if not item.filename.startswith(values) else b""  # compares its checksum
+        if item.filename.endswith("/version"):
+            int(content)
+        if item.filename.endswith("/byteorder") and content not in (b"little", b"big"):
+            raise ValueError(f"{item.filename} is {content!r:.40}")
+        file.seek(item.header_offset + _SIZES_OF_NAMES)
+        names = sum(struct.unpack("<HH", file.read(4)))  # of the file's name and of extra fields
+        if item.header_offset + _SIZES_OF_NAMES + 4 + names + item.file_size > archive.start_dir:
+            raise ValueError(f"{item.filename} reaches beyond the archive")
+    file.seek(0)
+    torch.serialization.get_unsafe_globals_in_checkpoint(file)  # torch's reader looks at the directory's headers
+
+
+_SIZES_OF_NAMES = 26
+"""Offset of the lengths of name and extra fields in the header of a part of a ZIP archive."""
+
+
 def stored_tensor(file: IO[bytes], where: Path | str) -> StoredTensor | None:
     """Describe the tensor in a ``torch.save`` archive that :func:`load_object` can load, without reading its values.
 
@@ -278,8 +304,8 @@ def stored_tensor(file: IO[bytes], where: Path | str) -> StoredTensor | None:
         try:
             pickled = archive.read(f"{folder}/data.pkl")
             values, tensor = _TensorUnpickler(io.BytesIO(pickled)).load()
-            with archive.open(f"{folder}/data/{values.part}"):  # compares its two headers
-                has_all = archive.getinfo(f"{folder}/data/{values.part}").file_size == values.bytes
+            has_all = archive.getinfo(f"{folder}/data/{values.part}").file_size == values.bytes
+            _check_headers(file, archive, f"{folder}/data/")
         except Exception:  # whatever it is, it is not a plain tensor
             return None
         return tensor if has_all else None

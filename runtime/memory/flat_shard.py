@@ -161,12 +161,12 @@ class FlatShard:
     @property
     def is_used_at_rest(self) -> bool:
         """Whether modules get views of the shard's own memory, so that a step changes what they got."""
-        if self.has_resident:
-            resident = self.resident
-            return (
-                resident is not None and resident.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
-            )
-        return not self.exchange.gather_group and self.plan.compute_dtype == self.plan.main_dtype
+        if self.exchange.gather_group:
+            return False
+        if not self.has_resident:
+            return self.plan.compute_dtype == self.plan.main_dtype
+        held = self.resident
+        return held is not None and held.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def _parts_of(self, resident: Tensor) -> list[Tensor]:
         """Return this rank's shard in a resident, and what it holds after the gather over each group."""

@@ -58,6 +58,8 @@ class GraphRun:
     def watch_backward(self, outputs: Any) -> None:
         """Notify the models when the backward of ``outputs``, the outputs of the forward, begins."""
         for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
+            if node.metadata.setdefault(_RUN, self) is not self:
+                continue  # behind an output that is a view of an input: of the graph that computed the input
             node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
     @compat.python_only
@@ -161,6 +163,8 @@ class _Runs(threading.local):
 
 _thread = _Runs()
 
+_RUN = "mfsdp_run"
+"""Key in the metadata of a node of compiled code: the run that it belongs to."""
 _DEPTH = 3
 """Maximum number of views that AOTAutograd puts between an output and the node of the compiled code."""
 

@@ -149,7 +149,7 @@ def train(
 
 
 def cast(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    return {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
