@@ -271,7 +271,10 @@ def _check_headers(file: IO[bytes], archive: zipfile.ZipFile, values: str) -> No
     Raises:
         Exception: It cannot.
     """
+    end = 0
     for item in archive.infolist():
+        if item.header_offset < end or (not end and item.header_offset) or item.external_attr & _IS_FOLDER:
+            raise ValueError(f"{item.filename} is not where the archive has room for it, or is a folder")
         with archive.open(item) as part:  # compares its two headers
             content = part.read() if not item.filename.startswith(values) else b""  # compares its checksum
         if item.filename.endswith("/version"):
@@ -280,12 +283,15 @@ def _check_headers(file: IO[bytes], archive: zipfile.ZipFile, values: str) -> No
             raise ValueError(f"{item.filename} is {content!r:.40}")
         file.seek(item.header_offset + _SIZES_OF_NAMES)
         names = sum(struct.unpack("<HH", file.read(4)))  # of the file's name and of extra fields
-        if item.header_offset + _SIZES_OF_NAMES + 4 + names + item.file_size > archive.start_dir:
+        end = item.header_offset + _SIZES_OF_NAMES + 4 + names + item.file_size
+        if end > archive.start_dir:
             raise ValueError(f"{item.filename} reaches beyond the archive")
     file.seek(0)
     torch.serialization.get_unsafe_globals_in_checkpoint(file)  # torch's reader looks at the directory's headers
 
 
+_IS_FOLDER = 0x10
+"""MS-DOS's attribute of folders. Torch's reader would leave the memory for such a part as it is."""
 _SIZES_OF_NAMES = 26
 """Offset of the lengths of name and extra fields in the header of a part of a ZIP archive."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import resource
 import struct
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -24,7 +26,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, load
 from mfsdp_compile.checkpoint import loading as loading_module
+from mfsdp_compile.checkpoint.archives import stored_tensor
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
+from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.checkpoint.extra_state import check_generators, get_generators
 
 WEIGHT = "model.module.0.weight"
@@ -369,3 +373,23 @@ def test_one_ranks_error_of_the_save_before_is_an_error_on_all(what: str) -> Non
     with raises_everywhere(RuntimeError if dist.get_rank() == 0 else OSError, "no such disk"):
         begin()
     begin()
+
+
+def test_torch_can_read_what_was_found_readable() -> None:
+    """Values are read straight into parameters, so nothing about the archive may be wrong that torch would see then."""
+    buffer = io.BytesIO()
+    torch.save(torch.randn(2, 3), buffer)
+    whole, generator, seen = buffer.getvalue(), random.Random(0), Counter[bool]()
+    flips = [(place, bytes([whole[place] ^ bit])) for place in range(len(whole)) for bit in (1, 0x10, 0x80)]
+    flips += [(generator.randrange(len(whole)), generator.randbytes(generator.randrange(1, 40))) for _ in range(500)]
+    for place, put in flips:
+        changed = whole[:place] + put + whole[place + len(put) :]
+        try:
+            found = stored_tensor(io.BytesIO(changed), "a file")
+        except CheckpointError:
+            continue
+        seen[found is not None] += 1
+        if found is not None:
+            tensor = torch.load(io.BytesIO(changed), weights_only=True)
+            assert (tensor.dtype, tensor.shape) == (found.dtype, found.shape)
+    assert min(seen.values()) > 100

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -24,6 +25,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.deferred_gradients import DeferredGradient, RequestedGradients
 from mfsdp_compile.runtime.memory.gradients import defer_unless_due
+from mfsdp_compile.runtime.step import graph_runs
+from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
 
 class Heads(zoo.Plain):
@@ -715,3 +718,16 @@ def test_penalties_are_ordinary_numbers() -> None:
     (first,) = torch.autograd.grad(mine * dist.get_rank(), pair.model.module.head.weight, create_graph=True)
     (dist.get_rank() * first.pow(2).sum()).backward()
     torch.testing.assert_close(pair.model.module.head.weight.grad.full_tensor(), 7 * pair.alone.head.weight.detach())
+
+
+def test_a_backward_belongs_to_the_graph_that_computed_its_input() -> None:
+    """A graph that returns a view of its input does not take the backward of the graph before it for its own."""
+    first, second = GraphRun([], "first"), GraphRun([], "second")
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.compile(lambda x: x.sin() * 2, backend="aot_eager")(x)
+    first.watch_backward(y)
+    z = torch.compile(lambda y: y.view(-1), backend="aot_eager")(y)
+    second.watch_backward(z)
+    with mock.patch.object(graph_runs, "_thread", SimpleNamespace(expected=None)) as thread:
+        z.sum().backward()
+        assert thread.expected is first
