@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .frames import frames
 
@@ -27,7 +27,10 @@ def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of the program run before or after an optimizer's step: its own, or those of all optimizers."""
-    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if any(not (getattr(hook, "__module__", None) or "").startswith("mfsdp_compile.") for hook in of_all):
-        return True
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    own = [hooks for name, hooks in vars(optimizer).items() if "_step_" in name and name.endswith("_hooks")]
+    of_all = [
+        hooks for name, hooks in vars(sys.modules[torch.optim.Optimizer.__module__]).items() if name.endswith("_hooks")
+    ]
+    others = [hook for hooks in of_all if isinstance(hooks, dict) for hook in hooks.values()]
+    ours = "mfsdp_compile."
+    return any(own) or any(not (getattr(hook, "__module__", None) or "").startswith(ours) for hook in others)

@@ -78,8 +78,8 @@ MUTANTS = {
     ),
     "no settle before gradients are added": Mutant(
         "runtime/memory/gradients.py",
-        "        host.settle(bucket.device)\n    gradient = _run_tensor_hooks(bucket, gradient, used).to",
-        "        pass\n    gradient = _run_tensor_hooks(bucket, gradient, used).to",
+        "        host.settle(bucket.device)\n    given, gradient = gradient, _run_tensor_hooks(",
+        "        pass\n    given, gradient = gradient, _run_tensor_hooks(",
         "offload, accumulation:eager",
         "not ordered",
     ),
