@@ -332,7 +332,8 @@ def decide_inference(graph: fx.Graph, record: CompileRecord) -> None:
         roles.assign(graph)
         drop_unread.apply(graph, record.context, Phase.INFERENCE)
         # The body of a region gathers nothing: its buckets are whole.
-        if any(gather.start is not None for gather in roles.gathers(graph)):
+        gathered = any(info.exchange.gather_group for info in record.context.buckets)
+        if any(gather.start is not None or not gathered for gather in roles.gathers(graph)):
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
 

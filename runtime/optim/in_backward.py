@@ -12,8 +12,8 @@ What is left (:meth:`StepInBackward.later`, and what :meth:`BucketStep.__call__`
     * A bucket that a step needs more than the gradient for, or of whose gradient a program may want to see more.
     * A bucket of which this backward has not used every parameter. Whether an unused parameter has a gradient is known
       after the backward, when all ranks have said what they used.
-    * A bucket to which another forward has still to contribute, as to one that two graphs use, or a backward inside of
-      the backward (reentrant checkpointing).
+    * A bucket to which a forward has contributed that this backward does not reach, or a backward inside of the
+      backward (reentrant checkpointing).
     * In eager mode, a bucket whose parameters are used where they rest, as with ``no_shard``: autograd may still need
       their values.
 
@@ -149,9 +149,9 @@ class StepInBackward:
             for bucket in self._buckets
             if bucket in runs and not self._why_later(bucket, runs[bucket])
         ]
-        for owner in self._owners:
-            owner.step_tracker.begin_backward()
         try:
+            for owner in self._owners:
+                owner.step_tracker.begin_backward()
             for each in self._steps:
                 each.bucket.consumer = each
             yield self

@@ -31,6 +31,7 @@ class StepTracker:
         self._version = 0  # of the weights, when the running step began
         self._ahead: int | None = None  # the version before a backward that steps buckets ahead of the step
         self._is_half_done = False  # a step has changed some weights and not others
+        self._failed_in_backward = False  # ... in a backward, after which a program may well go on
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle an optimizer that is about to change weights.
@@ -81,6 +82,7 @@ class StepTracker:
         version = self._ahead if self._ahead is not None else self._version if self._running is not None else None
         has_changed = version is not None and self._weights_version != version
         self._is_half_done |= has_changed
+        self._failed_in_backward |= has_changed and self._ahead is not None
         self._running = self._ahead = None
         self._conduct.fail(error, is_certain=has_changed)
 
@@ -88,10 +90,10 @@ class StepTracker:
         """Raise RuntimeError if an optimizer's step was interrupted in the middle of its changes."""
         if self._ahead is not None and self._ahead != self._weights_version:  # interrupted where nothing could tell
             self.fail(RuntimeError("a step in backward that was interrupted"))
-        if self._is_half_done:
+        if self._failed_in_backward:
             raise RuntimeError(
-                f"The last optimizer step over {self._conduct.name} failed in the middle on this rank: some weights "
-                f"are from after it, others from before. Call {RESET}, and load a checkpoint."
+                f"A backward failed on this rank after {self._conduct.name} had been stepped in part: some weights are "
+                f"from after the step, others from before. Call {RESET}, and load a checkpoint."
             )
         if self._running is None or compat.is_running(self._running):  # a running step may call a closure
             return
@@ -114,7 +116,8 @@ class StepTracker:
     def reset(self) -> None:
         """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""
         half = self._is_half_done or self._running is not None or self._ahead is not None
-        self._is_half_done, self._running, self._ahead = False, None, None
+        self._is_half_done = self._failed_in_backward = False
+        self._running = self._ahead = None
         group = self._conduct.members.group
         everyone = everyones((self._conduct.steps, half), group, "optimizer steps")
         if len(set(everyone)) == 1 and not half:

@@ -192,7 +192,7 @@ class GradSync:
         """Record that a bucket got the gradients of one forward."""
         self._touched.add(bucket)
         self._reduced.add(bucket)
-        bucket.contributions -= 1
+        bucket.contributions = max(0, bucket.contributions - 1)  # a graph may be run backward again
         self.enter_backward()
 
     # -- reductions ---------------------------------------------------------------------------------------------------
