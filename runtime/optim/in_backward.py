@@ -157,7 +157,7 @@ class StepInBackward:
             yield self
         except BaseException as error:
             for owner in self._owners:
-                owner.step_tracker.fail(error)
+                owner.step_tracker.fail(error, in_backward=bool(self._flat.stepped))
             raise
         finally:
             self._disarm()

@@ -74,15 +74,18 @@ class StepTracker:
             self._running = None
             self._conduct.steps += 1
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, in_backward: bool = False) -> None:
         """Handle an error from the step that began last, if one has begun.
 
         If the step has changed no weight, it may be repeated. Ranks compare that before the next forward.
+
+        Args:
+            in_backward: Whether a backward has stepped over some buckets.
         """
         version = self._ahead if self._ahead is not None else self._version if self._running is not None else None
         has_changed = version is not None and self._weights_version != version
         self._is_half_done |= has_changed
-        self._failed_in_backward |= has_changed and self._ahead is not None
+        self._failed_in_backward |= in_backward or (has_changed and self._ahead is not None)
         self._running = self._ahead = None
         self._conduct.fail(error, is_certain=has_changed)
 
