@@ -24,6 +24,7 @@ from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model,
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.optim.trial import counts_calls
@@ -357,6 +358,12 @@ def _penalty_first(model: Any, x: Tensor) -> Tensor:
     return 0.01 * sum(param.square().sum() for param in model.parameters()) + model(x)
 
 
+needs_penalties = pytest.mark.skipif(
+    not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest"
+)
+
+
+@needs_penalties
 @pytest.mark.parametrize("loss", [_with_penalty, _penalty_first])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -383,6 +390,7 @@ def test_penalties_on_weights(mode: str, loss: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # the penalty is summed in one more graph
 
 
+@needs_penalties
 @on_ranks(2)
 def test_a_penalty_that_begins_later_is_refused() -> None:
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
