@@ -197,7 +197,7 @@ class TrainStep:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Context of a microbatch. If it raises, the step begins anew: its gradients are dropped."""
+        """Run a microbatch inside. After an error, drop the gradients of the step, which then starts over."""
         try:
             yield
         except BaseException:

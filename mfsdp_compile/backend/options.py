@@ -53,13 +53,13 @@ class CompileOptions:
             caches.
         float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
             reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
+        step_in_backward: Whether backwards deliver each gradient as soon as it has arrived, so that
+            :func:`mfsdp_compile.compile_step`, which sets this, can step over it there.
         fp8_matmul: Compute matrix products of linear layers in float8: ``"rowwise"``, with a scale per row or column of
             each operand; ``"tensorwise"``, with one per matrix; ``"auto"``: rowwise, for layers that are large enough
             to be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of
             their weights be multiples of 16; :func:`explain` says which were left, and why. See
             :mod:`mfsdp_compile.passes.fp8_matmul`.
-        step_in_backward: Whether backwards deliver each gradient as soon as it has arrived, so that
-            :func:`mfsdp_compile.compile_step`, which sets this, can step over it there.
         fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
         fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
             must answer the same on all ranks.

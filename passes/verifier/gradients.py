@@ -173,15 +173,11 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
         if found.info(reduction.bucket).exchange.offload:
             continue
         for _, after in reduction.returned if reduction.stages else [(0, reduction.before[0])]:
-            delivers = [node for node in after if node.target is roles.DELIVER]
-            if not delivers or delivers[-1] is not after[-1]:
+            last = after[-1] if after else reduction.last
+            if last.target is not roles.DELIVER:
                 yield "its gradient is not delivered before the graph returns", reduction.last, reduction.bucket
-            elif delivers[-1].args[2] != reduction.bucket:
-                yield (
-                    f"its gradient is delivered to {found.info(delivers[-1].args[2]).name!r}",
-                    after[-1],
-                    reduction.bucket,
-                )
+            elif (to := last.args[2]) != reduction.bucket:
+                yield f"its gradient is delivered to {found.info(to).name!r}", last, reduction.bucket
 
 
 def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:

@@ -108,18 +108,22 @@ class StepInBackward:
 
     def later(self) -> dict[str, str]:
         """Return the buckets that the optimizer's step is left to, each with the reason."""
-        runs = self._flat.runs_by_bucket()
-        found = {}
-        for bucket in self._buckets:
-            if bucket.plan.requires_grad and (why := self._why_later(bucket, runs.get(bucket, []))):
-                found[bucket.plan.name] = why
-        return found
+        return {bucket.plan.name: why for bucket, _, why in self._trained() if why}
 
-    def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
+    def _trained(self) -> Iterator[tuple[Bucket, Sequence[Run], str]]:
+        """Yield the trained buckets with their runs, and why each is left to the optimizer's step; "": it is not."""
+        runs, why_all = self._flat.runs_by_bucket(), self._why_all_later()
+        for bucket in self._buckets:
+            if bucket.plan.requires_grad:
+                its = runs.get(bucket, [])
+                yield bucket, its, why_all or self._why_later(bucket, its)
+
+    def _why_all_later(self) -> str:
         if self._counts_calls:
             return "the optimizer counts steps by itself, and each bucket would count as one"
-        if compat.has_step_hooks(self._optimizer):
-            return "the optimizer has hooks, which run before a step and after it, or a step of its own"
+        return "hooks run before and after a step" if compat.has_step_hooks(self._optimizer) else ""
+
+    def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
         if bucket.plan.offload is not None:
             return "its gradient is copied to host memory"
         if bucket.plan.keeps_memory:
@@ -143,11 +147,8 @@ class StepInBackward:
 
         If it raises, some buckets may have been stepped. The models then refuse to go on.
         """
-        runs = self._flat.runs_by_bucket()
         self._steps = [
-            BucketStep(self._flat, bucket, runs[bucket], self._step)
-            for bucket in self._buckets
-            if bucket in runs and not self._why_later(bucket, runs[bucket])
+            BucketStep(self._flat, bucket, runs, self._step) for bucket, runs, why in self._trained() if not why
         ]
         try:
             for owner in self._owners:
