@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import name_of
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+from mfsdp_compile.runtime.schedule.schedule import Schedule
 
 from .backend.options import parse_bytes
 
@@ -70,6 +73,7 @@ class ParameterMethods(nn.Module):
         reductions_in_flight: int = 1,
         reduction_bytes: int | str = 8 << 30,
         keep_last: bool = True,
+        schedule: str | Path | ScheduleText | None = None,
     ) -> None:
         """Set how early units are gathered and how late reductions are awaited: the same numbers in every way to run.
 
@@ -84,9 +88,15 @@ class ParameterMethods(nn.Module):
             reductions_in_flight: Number of units whose reductions may be under way while backward goes on.
             reduction_bytes: Largest total bytes of reductions under way.
             keep_last: Whether the unit that forward uses last stays for the backward, which needs it first.
+            schedule: A schedule to follow, or its file: what :func:`.schedule_of` returned for a compiled model, such
+                as one that was compiled with a ``memory_budget``, or what ``mfsdp plan --schedule`` wrote. It decides
+                which buckets stay gathered, which gathers start how early, and which reductions are awaited how late;
+                the numbers hold for what it has no lines for. Places are relative to other units, so a step that uses
+                units in another order follows it, too.
 
         Raises:
-            TypeError, ValueError: If a number is not a whole number, or negative.
+            TypeError, ValueError: If a number is not a whole number, or negative; the file cannot be read, names
+                unknown buckets, or its order is impossible.
             RuntimeError: If a step is in progress, or ranks ask for different schedules. Nothing has changed.
         """
         if prefetch == "auto":
@@ -101,7 +111,8 @@ class ParameterMethods(nn.Module):
             reduction_bytes=parse_bytes(reduction_bytes, "set_schedule(reduction_bytes)"),
             keep_last=keep_last,
         )
-        settings.set_schedule(self.sharded, policy)
+        text = schedule if schedule is None or isinstance(schedule, ScheduleText) else ScheduleText.load(schedule)
+        settings.set_schedule(self.sharded, Schedule(policy, text))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``generate`` of the wrapped transformers model, with ``synced_gpus=True`` if forwards gather.

@@ -14,6 +14,7 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.decisions import Decisions
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
@@ -36,7 +37,6 @@ from .changes import changes, events
 from .context import Context, Report, phase_of
 from .listing import describe
 from .regions import RegionBody
-from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
 from .solver.costs import CostModel
 from .solver.flow import Saved, flow_of

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
@@ -19,6 +18,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.nearest import did_you_mean
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 INNER_COMPILERS = ("inductor", "aot_eager")
@@ -105,24 +105,29 @@ class CompileOptions:
     def with_defaults_of(self, models: Sequence[ShardedModel]) -> CompileOptions:
         """Return options whose numbers for the schedule, where they were not given, are those of the models.
 
+        If none was given, the models' schedule file holds, too.
+
         Raises:
             ValueError: Models in one graph have different schedules.
         """
         if self.schedule.is_solved or self.text is not None:
             return self
         names = [name for name in _OF_MODELS if name not in self.given]
-        first, *others = [{name: getattr(model.schedule, name) for name in names} for model in models]
-        if any(other != first for other in others):
+        first, *others = [{name: getattr(model.schedule.policy, name) for name in names} for model in models]
+        texts = [None if self.given else model.schedule.text for model in models]
+        if any(other != first for other in others) or any(text != texts[0] for text in texts):
             raise ValueError(
                 "Two models in one compiled graph have different schedules (set_schedule). Give them the same one, or "
                 "compile them apart."
             )
-        return replace(self, schedule=replace(self.schedule, **first))
+        return replace(self, schedule=replace(self.schedule, **first), text=texts[0])
 
     def contradict(self, models: Sequence[ShardedModel]) -> bool:
         """Whether numbers for the schedule were given that the models, whose eager path serves blocks, do not have."""
         names = self.given.intersection(_OF_MODELS)
-        return any(getattr(self.schedule, name) != getattr(model.schedule, name) for model in models for name in names)
+        return any(
+            getattr(self.schedule, name) != getattr(model.schedule.policy, name) for model in models for name in names
+        )
 
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""

@@ -214,7 +214,8 @@ class FSDPModule(Generated):
         for each in states(self, recurse):
             each.reductions = max_input_buffers
         runtime, together = state_of(self).model.eager, state_of(self).together
-        runtime.policy = replace(runtime.policy, reductions_in_flight=max(each.reductions for each in together))
+        policy = replace(runtime.schedule.policy, reductions_in_flight=max(each.reductions for each in together))
+        runtime.follow(replace(runtime.schedule, policy=policy))
 
     # -- after failures -----------------------------------------------------------------------------------------------
 

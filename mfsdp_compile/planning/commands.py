@@ -18,7 +18,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
@@ -27,6 +26,7 @@ from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import published

@@ -17,7 +17,6 @@ from torch import nn
 
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.reasons import explained
 from mfsdp_compile.passes.solver.simulate import (
@@ -31,6 +30,7 @@ from mfsdp_compile.passes.solver.simulate import (
 )
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from ..report import PassRow, StepReport, UnitTime, headline, write

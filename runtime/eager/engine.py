@@ -47,9 +47,10 @@ from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
-from ..schedule.policy import SchedulePolicy
+from ..schedule.schedule import Schedule
 from ..step import checks as step_checks
 from .context import EagerOwner, StepContext, unseen
+from .followed import FollowedSchedule
 from .gathering import Gathering
 from .parameters import Parameters
 from .reducing import Reducing, anchor_of_bucket
@@ -108,7 +109,6 @@ class EagerRuntime:
     Args:
         units: Units in registration order.
         modules: All modules of the model.
-        policy: How early units are gathered, and how late reductions are awaited.
         overlap: Kinds of collectives that may overlap with computation.
 
     Attributes:
@@ -119,13 +119,11 @@ class EagerRuntime:
         reducing: Gradients.
     """
 
-    def __init__(
-        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: SchedulePolicy, overlap: Overlap
-    ) -> None:
+    def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], overlap: Overlap) -> None:
         self.units = tuple(units)
         self.modules = weakref.WeakSet(modules)
         self.step = StepContext([bucket for unit in self.units for bucket in unit.buckets])
-        self.gathering = Gathering(self.step, self.units, policy, overlap)
+        self.gathering = Gathering(self.step, self.units, overlap)
         self.saved = SavedTensors(self.step, self.gathering)
         self.reducing = Reducing(self.step, self.gathering)
         self.parameters = Parameters(self.step, self.gathering, self.reducing, self.saved)
@@ -142,13 +140,17 @@ class EagerRuntime:
         self.step.owner = owner
 
     @property
-    def policy(self) -> SchedulePolicy:
+    def schedule(self) -> Schedule:
         """How early units are gathered, and how late reductions are awaited."""
-        return self.gathering.policy
+        return self.gathering.schedule.schedule
 
-    @policy.setter
-    def policy(self, policy: SchedulePolicy) -> None:
-        self.gathering.follow(policy)
+    def follow(self, schedule: Schedule) -> None:
+        """Follow a schedule from now on.
+
+        Raises:
+            ValueError: It has a text that the model cannot follow. Nothing has changed.
+        """
+        self.gathering.schedule = FollowedSchedule(schedule, self.units, self.gathering.overlap)
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -359,7 +361,8 @@ class EagerRuntime:
         memo[id(self)] = duplicate
         duplicate.step = StepContext([])  # for the model, which may be copied first, and sets the owner
         units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
-        EagerRuntime.__init__(duplicate, units, modules, self.policy, self.gathering.overlap)
+        EagerRuntime.__init__(duplicate, units, modules, self.gathering.overlap)
+        duplicate.follow(self.schedule)
         duplicate.owner = owner
         twin = dict(zip(self.units, units, strict=True))
         for unit in self.units:

@@ -30,9 +30,9 @@ from ..geometry.topology import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, Made, Sent
-from ..schedule.decisions import gather_by_policy
-from ..schedule.policy import SchedulePolicy
+from ..schedule.schedule import Schedule
 from .context import StepContext, as_parameters, unseen
+from .followed import FollowedSchedule
 from .gathered_parameter import refuse_write
 from .units import EagerUnit, UnitControl
 
@@ -163,10 +163,10 @@ class Gathering:
     Args:
         step: The running step.
         units: Units in registration order.
-        policy: How early units are gathered, and how late reductions are awaited.
         overlap: Kinds of collectives that may overlap with computation.
 
     Attributes:
+        schedule: How early units are gathered, and how late reductions are awaited.
         gathered: The buckets that are gathered, or being gathered.
         by_storage: Buckets by the addresses of the memory that they and their parameters lie in.
         states: States of the units.
@@ -177,7 +177,7 @@ class Gathering:
         checks_content: Whether this forward looks for writes to gathered parameters that left no trace.
     """
 
-    def __init__(self, step: StepContext, units: Sequence[EagerUnit], policy: SchedulePolicy, overlap: Overlap) -> None:
+    def __init__(self, step: StepContext, units: Sequence[EagerUnit], overlap: Overlap) -> None:
         self.step = step
         self.units = tuple(units)
         self.overlap = overlap
@@ -196,15 +196,7 @@ class Gathering:
         self._content_checked: set[Bucket] = set()
         self._abandoned: list[Tensor] = []
         self._learn(self.units)
-        self.follow(policy)
-
-    def follow(self, policy: SchedulePolicy) -> None:
-        """Follow this policy from now on."""
-        self.policy = policy
-        overlap = self.overlap.gathers
-        self._largest_ahead = policy.prefetch_bytes if overlap else -1
-        # How many units before its use a unit's gather starts.
-        self._ahead = {unit: gather_by_policy(policy, unit.gathered_bytes, overlap).units for unit in self.units}
+        self.schedule = FollowedSchedule(Schedule(), self.units, overlap)
 
     # -- gather -------------------------------------------------------------------------------------------------------
 
@@ -328,7 +320,7 @@ class Gathering:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
             # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
             for other, gathered in list(self.gathered.items()):
-                is_done = not other.plan.requires_grad or other in self.step.complete
+                is_done = other in self.step.complete or not (other.plan.requires_grad or gathered.is_kept)
                 if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self.release_checked(other)
         return state
@@ -352,23 +344,27 @@ class Gathering:
         if in_backward:
             following = [each for each in following if not self.step.complete.issuperset(each.buckets)]
         for each in following:
-            if each.gathered_bytes <= self._largest_ahead and each not in self._gathered_by_graphs:
+            if each.gathered_bytes <= self.schedule.largest_ahead and each not in self._gathered_by_graphs:
                 self.start(each)
         return following
 
     # -- order --------------------------------------------------------------------------------------------------------
 
     def _following(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
-        """Return the units to prefetch when a unit has been gathered, up to the first that is not due yet."""
+        """Return the units whose gathers are due when a unit has been gathered."""
         control = self.controls[unit]
         chosen = control.backward_prefetch if in_backward else control.forward_prefetch
         if chosen is not None:
             return chosen
-        neighbors = self._previous if in_backward else self._next
+        schedule = self.schedule
+        neighbors, ahead = (self._previous, schedule.ahead_in_backward) if in_backward else (self._next, schedule.ahead)
         following: list[EagerUnit] = []
         at = neighbors.get(unit)
-        while at is not None and at is not unit and at not in following and self._ahead[at] > len(following):
-            following.append(at)
+        for distance in range(1, schedule.furthest + 1):
+            if at is None or at is unit or at in following:
+                break
+            if ahead[at] >= distance:
+                following.append(at)
             at = neighbors.get(at)
         return following
 
@@ -395,7 +391,7 @@ class Gathering:
         written = [bucket for bucket, state in self.gathered.items() if self._is_written(state)]
         for bucket, state in list(self.gathered.items()):
             self._check_content(bucket, state)
-        keep_last = keep_last and self.policy.keep_last
+        keep_last = keep_last and self.schedule.keep_last
         for unit in self.units:
             self._end_forward_of(unit, keep_last and unit is self.last_read)
         for state in self.gathered.values():
@@ -444,12 +440,14 @@ class Gathering:
         if self.states[unit] is UnitState.HELD:
             return
         for bucket in unit.buckets:
-            reshard = bucket.plan.reshard_after_forward
-            if reshard is None and is_last:
+            reshard, before_backward = bucket.plan.reshard_after_forward, torch.is_grad_enabled()
+            if (kept := self.schedule.kept) is not None:
+                stays = before_backward and bucket in kept
+            else:
+                stays = is_last if reshard is None else before_backward and not reshard
+            if stays:
                 continue
-            if reshard is not None and torch.is_grad_enabled() and bucket in self.gathered:
-                if reshard is False:
-                    continue
+            if reshard and before_backward and bucket in self.gathered:
                 self._keep_portion(bucket)
             self.release_checked(bucket)
 

@@ -9,7 +9,6 @@ previous one.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,8 @@ class _RunningReduction:
     result: Tensor
     used: frozenset[int]
     """Indices of parameters with a gradient in it."""
+    due: int
+    """When it is awaited. 2n: after reduction number n has started; 2n - 1: before it starts."""
 
 
 class Reducing:
@@ -57,7 +58,8 @@ class Reducing:
         self._step = step
         self._gathering = gathering
         self._anchors: dict[Bucket, Anchors] = {}
-        self.running: deque[_RunningReduction] = deque()
+        self.running: list[_RunningReduction] = []
+        self._started = 0  # reductions, ever
         self._abandoned: list[Tensor] = []
 
     def anchors(self, bucket: Bucket) -> Anchors:
@@ -87,22 +89,21 @@ class Reducing:
         self._step.owner.grad_sync.enter_backward()
         gradients.note_use(bucket, used)
         self._step.owner.grad_sync.use_varies.add(bucket)
-        policy, overlaps = self._gathering.policy, self._gathering.overlap.reductions
+        schedule = self._gathering.schedule
+        for unit in schedule.before_reduction.get(bucket, ()):
+            self._gathering.start(unit)
+        self._started += 1
+        self._take_in_due(2 * self._started - 1)
         if bucket.exchange.groups:
-            size = bucket.plan.gathered_bytes
-            while self.running and size + sum(map(_bytes, self.running)) > policy.reduction_bytes:
-                self._take_in()
+            size, most = bucket.plan.gathered_bytes, schedule.largest_in_flight
+            while self.running and size + sum(each.bucket.plan.gathered_bytes for each in self.running) > most:
+                self._take_in(self.running[0])
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
             self._accumulate(bucket, packed, used)
         self._step.complete.add(bucket)
         self._gathering.release_checked(bucket)
-        in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
-        in_flight = policy.reductions_in_flight * in_a_unit if overlaps else 0
-        if not in_flight:
-            self.finish()
-        for _ in range(len(self.running) - in_flight):
-            self._take_in()
+        self._take_in_due(2 * self._started)
 
     @compat.python_only
     def reduce_now(
@@ -123,11 +124,19 @@ class Reducing:
         token = bucket.pending.token if bucket.pending is not None else None
         with compat.below_autograd():
             started = start_stage(gradient, stage, bucket.exchange, token)
-        self.running.append(_RunningReduction(bucket, stage, started, used))
+        self.running.append(_RunningReduction(bucket, stage, started, used, self._due(bucket)))
 
-    def _take_in(self) -> None:
-        """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
-        reduction = self.running.popleft()
+    def _due(self, bucket: Bucket) -> int:
+        later, before_start = self._gathering.schedule.behind[bucket]
+        return 2 * (self._started + later) - before_start
+
+    def _take_in_due(self, now: int) -> None:
+        while (due := next((each for each in self.running if each.due <= now), None)) is not None:
+            self._take_in(due)
+
+    def _take_in(self, reduction: _RunningReduction) -> None:
+        """Wait for a running stage. Feed its result to the next stage, or accumulate it as the gradient."""
+        self.running.remove(reduction)
         bucket, stages = reduction.bucket, len(reduction.bucket.exchange.groups)
         if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
             gradients.accumulate(bucket, reduction.result, reduction.used)
@@ -144,7 +153,8 @@ class Reducing:
         if bucket.pending is None or not bucket.pending.kept:  # else ``reduced`` is zeros: the gradient is in the sum
             finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
-                self.running.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
+                copy = _RunningReduction(bucket, len(bucket.exchange.groups), finished, used, self._due(bucket))
+                self.running.append(copy)
                 return
             gradients.accumulate(bucket, finished, used)
         self._step.owner.grad_sync.touched(bucket)
@@ -185,7 +195,7 @@ class Reducing:
     def finish(self) -> None:
         """Wait for running reductions, and accumulate their results."""
         while self.running:
-            self._take_in()
+            self._take_in(self.running[0])
 
     def end_backward(self) -> None:
         """Forget the graph of a backward that has ended."""
@@ -195,7 +205,7 @@ class Reducing:
     def reset(self) -> None:
         """Wait for running reductions and drop their results."""
         while self.running:
-            reduction = self.running.popleft()
+            reduction = self.running.pop(0)
             if reduction.stage < len(reduction.bucket.exchange.groups):
                 compat.wait_tensor(reduction.result)
         self.end_backward()
@@ -308,10 +318,6 @@ class _Reduce(torch.autograd.Function):
             return None, None, None, None, *reducing.reduce_now(bucket, packed, used, requested)
         reducing.post_backward(bucket, packed, used)
         return nothing
-
-
-def _bytes(reduction: _RunningReduction) -> int:
-    return reduction.bucket.plan.gathered_bytes
 
 
 def anchor_of_bucket(bucket: Bucket) -> Tensor:

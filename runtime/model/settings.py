@@ -9,21 +9,23 @@ from dataclasses import replace
 from ..geometry.topology import Accumulation, Topology
 from ..memory.bucket import Bucket
 from ..plan.precision import Policies
-from ..schedule.policy import SchedulePolicy
+from ..schedule.schedule import Schedule
 from .sharded_model import ShardedModel
 
 
-def set_schedule(model: ShardedModel, policy: SchedulePolicy) -> None:
+def set_schedule(model: ShardedModel, schedule: Schedule) -> None:
     """Change how early units are gathered and how late reductions are awaited, eagerly and in compiled code.
 
     A collective. Compiled graphs are compiled again.
 
     Raises:
         RuntimeError: A step is in progress, or ranks ask for different schedules. Nothing has changed.
+        ValueError: The schedule has a text that the model cannot follow. Nothing has changed.
     """
     model.refuse_in_step("The schedule was changed")
-    model.conduct.agree("set_schedule", [str(policy)])
-    model.eager.policy = model.schedule = policy
+    model.conduct.agree("set_schedule", [str(schedule)])
+    model.eager.follow(schedule)
+    model.schedule = schedule
     model.label_modules()
 
 

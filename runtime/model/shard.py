@@ -39,7 +39,6 @@ from ..plan.references import move_hooks, retire
 from ..plan.units import Unit, UnitModules
 from ..ranks.agreement import agree
 from ..ranks.conduct import Conduct
-from ..schedule.policy import SchedulePolicy
 from .membership import Membership
 from .sharded_model import ShardedModel, forget
 
@@ -62,7 +61,6 @@ class ShardingOptions:
         check_values: Whether to compare parameter values between ranks, in addition to names, shapes and dtypes.
         layout_policy: Limits for bucket layouts.
         whole: Names of parameters that should each be kept on one rank.
-        schedule: How early units are gathered, and how late reductions are awaited.
         experts: Function that determines which parameters are experts, and which ranks hold them. None: all ranks hold
             the same parameters.
         tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
@@ -86,7 +84,6 @@ class ShardingOptions:
     check_values: bool = True
     layout_policy: LayoutPolicy | None = None
     whole: Collection[str] = ()
-    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initializer | None = None
@@ -141,7 +138,7 @@ def shard_model(
     for holder in module.modules():
         for name, buffer in holder._buffers.items():
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
-    eager = EagerRuntime(made.units, module.modules(), options.schedule, options.overlap)
+    eager = EagerRuntime(made.units, module.modules(), options.overlap)
     buckets = [bucket for unit in made.units for bucket in unit.buckets]
     pool = BufferPool(Allocator(options.allocate)) if options.allocate is not None else BufferPool()
     registration = Registration(pool, options.symmetric) if options.registers != "never" else None

@@ -45,7 +45,7 @@ from ..ranks.agreement import agree
 from ..ranks.conduct import BegunGraph, Conduct
 from ..ranks.journal import journal
 from ..ranks.watchdog import watchdog
-from ..schedule.policy import DEFAULT
+from ..schedule.schedule import Schedule
 from ..step import checks as step_checks
 from ..step.grad_sync import GradSync, SyncSettings
 from . import first_values, recovery
@@ -79,7 +79,7 @@ class ShardedModel:
             :func:`.first_values.note`.
         awaits_values: Whether parameters from the meta device may have no values yet.
         lineage: Which run this is, for checkpoints.
-        schedule: The policy that was set for it, which compiled graphs take as default.
+        schedule: What was set for it, which compiled graphs take as default.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
     """
 
@@ -100,7 +100,7 @@ class ShardedModel:
         self.comm_buffers = comm_buffers
         self.registration = registration
         self.eager = eager
-        self.schedule = DEFAULT
+        self.schedule = Schedule()
         self.members = members
         self.conduct = conduct
         self.precision = precision
@@ -348,7 +348,7 @@ class ShardedModel:
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
         for module in {module for bucket in buckets for _, module, _ in bucket.holders()}:
-            label_module(module, self._schedules_replaced, str(self.schedule) if self.schedule != DEFAULT else "")
+            label_module(module, self._schedules_replaced, self.schedule.label)
 
     def make_portions(self, size: int) -> None:
         """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.

@@ -106,6 +106,3 @@ class SchedulePolicy:
     def is_solved(self) -> bool:
         """Whether any decision is left to the solver."""
         return "auto" in (self.prefetch, self.reshard_after_forward) or self.memory_budget is not None
-
-
-DEFAULT = SchedulePolicy()

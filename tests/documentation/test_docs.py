@@ -18,7 +18,7 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block as LlamaBlock
 from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes.context import Report
-from mfsdp_compile.passes.schedule_file import ScheduleText
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 BLOCKS = {page: documents.blocks_of(page) for page in PAGES}

@@ -28,7 +28,7 @@ LAYERS = [
 
 READ_BY_PASSES = {
     *("collectives.ops", "formats.fp8_linear", "formats.quantize", "geometry.exchange", "geometry.layout"),
-    *("nearest", "schedule.decisions", "schedule.phase", "schedule.policy", "schedule.text"),
+    *("nearest", "schedule.decisions", "schedule.file", "schedule.phase", "schedule.policy", "schedule.text"),
     "untrusted_files",
 }
 """Files of ``runtime`` that passes import, but ``compat``'s, which is imported as a package."""

@@ -24,7 +24,6 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel
@@ -45,6 +44,7 @@ from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.schedule import decisions as deciding
 from mfsdp_compile.runtime.schedule.decisions import Ahead, Decisions, Limit, Why
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.schedule.text import ScheduleLine

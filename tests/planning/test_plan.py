@@ -26,7 +26,6 @@ from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.pipeline import CompileRecord
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
@@ -42,6 +41,7 @@ from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 

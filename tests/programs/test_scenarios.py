@@ -16,9 +16,9 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule.file import ScheduleText
 
 MODES = [EAGER, AOT_EAGER]
 

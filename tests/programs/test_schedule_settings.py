@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MegatronFSDP, fsdp2, fully_shard_model
 from mfsdp_compile.planning import forecast
+from mfsdp_compile.runtime.schedule.file import ScheduleText
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 LAYERS = 5
 
@@ -41,6 +43,49 @@ def step(model: MegatronFSDP, call: Callable[..., Any] | None = None) -> list[to
     gradients = [param.grad.full_tensor() for param in model.parameters()]
     model.zero_grad()
     return gradients
+
+
+def done(model: MegatronFSDP) -> tuple[ScheduleText, list[torch.Tensor]]:
+    """Return what an eager step does, as a schedule, and its gradients."""
+    found: dict[Phase, list[str]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+    eager, lines = model.sharded.eager, found[Phase.FORWARD]
+    gathering, reducing = eager.gathering, eager.reducing
+    announce, gather, take_in = eager.step.announce, gathering._gather_now, reducing._take_in
+
+    def announced(what: str, bucket: Any, group: Any, more: str = "") -> None:
+        if "stage" not in more:  # files have no lines of later stages
+            lines.append(f"{what}  {bucket.plan.name}")
+        announce(what, bucket, group, more)
+
+    def gathered(bucket: Any, *rest: Any) -> Any:
+        is_waiting = bucket not in gathering.gathered or gathering.gathered[bucket].started is not None
+        state = gather(bucket, *rest)
+        if is_waiting:
+            lines.append(f"wait  {bucket.plan.name}")
+        return state
+
+    def taken_in(reduction: Any) -> None:
+        if reduction.stage == 0:
+            lines.append(f"await  {reduction.bucket.plan.name}")
+        take_in(reduction)
+
+    eager.step.announce, gathering._gather_now, reducing._take_in = announced, gathered, taken_in  # type: ignore
+    try:
+        loss = model(parity.batches(1)[0, dist.get_rank()])
+        lines = found[Phase.BACKWARD]
+        loss.backward()
+    finally:
+        eager.step.announce, gathering._gather_now, reducing._take_in = announce, gather, take_in  # type: ignore
+    gradients = [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
+    model.zero_grad()
+    return ScheduleText.of(found), gradients
+
+
+def compiled_schedule(**options: Any) -> ScheduleText:
+    torch.compiler.reset()
+    model = built()
+    step(model, torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER, "regions": False, **options}))
+    return forecast.schedule_of(model)
 
 
 def reductions_running(model: MegatronFSDP) -> list[int]:
@@ -200,7 +245,7 @@ def test_schedules_that_are_refused() -> None:
     with parity.raises_everywhere(RuntimeError, "set_schedule"):
         model.set_schedule(prefetch=dist.get_rank())
     model.reset()
-    assert model.sharded.eager.policy.prefetch == 1
+    assert model.sharded.eager.schedule.policy.prefetch == 1
     step(model)
 
 
@@ -208,7 +253,7 @@ def test_schedules_that_are_refused() -> None:
 def test_copies_keep_the_schedule() -> None:
     model, _ = parity.shard(parity.build(deep), EAGER)
     model.set_schedule(prefetch=2)
-    assert copy.deepcopy(model).sharded.eager.policy.prefetch == 2
+    assert copy.deepcopy(model).sharded.eager.schedule.policy.prefetch == 2
 
 
 @on_ranks(2)
@@ -268,5 +313,136 @@ def test_fsdp2s_setting_is_for_eager_code() -> None:
     compiled = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
     compiled(parity.batches(1)[0, dist.get_rank()]).backward()
     sharded = model._mfsdp_window.owner
-    assert sharded.eager.policy.reductions_in_flight == 3
+    assert sharded.eager.schedule.policy.reductions_in_flight == 3
     assert [record.context.policy.reductions_in_flight for record in sharded.compiled_graphs] == [1]
+
+
+# -- schedule files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long_unless("2-prefetch-3", "2-reductions_in_flight-0", "2-reduction_bytes-1", "2-memory_budget-20971520")
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("prefetch", 0),
+        ("prefetch", 3),
+        ("reductions_in_flight", 0),
+        ("reductions_in_flight", 3),
+        ("reduction_bytes", 1),
+        ("keep_last", False),
+        ("reshard_after_forward", False),
+        ("prefetch", "auto"),
+        ("reshard_after_forward", "auto"),
+        ("memory_budget", 20 << 20),
+    ],
+    ids=lambda option: f"{option[0]}-{option[1]}",
+)
+@on_ranks(2)
+def test_the_eager_path_does_what_a_file_says(option: tuple[str, Any]) -> None:
+    """Line by line: what compiled code does with options, the eager path does with the schedule that this gave."""
+    text = compiled_schedule(**dict([option]))
+    model = built()
+    plain, expected = done(model)
+    model.set_schedule(schedule=text)
+    made, gradients = done(model)
+    assert str(made) == str(text)
+    assert all(map(torch.equal, gradients, expected))
+    model.set_schedule()
+    assert str(done(model)[0]) == str(plain)
+
+
+@on_ranks(2)
+def test_lines_that_were_moved_by_hand() -> None:
+    """A unit that is gathered ahead of one before it; a reduction that is awaited one later than others."""
+    text = str(compiled_schedule())
+    forward, backward = text.split("[backward]\n")
+    late = "gather  blocks.2\nwait    blocks.1\ngather  blocks.3\n"
+    assert late in forward
+    forward = forward.replace(
+        "wait    blocks.0\n" + late, "gather  blocks.3\nwait    blocks.0\ngather  blocks.2\nwait    blocks.1\n"
+    )
+    last, later = "await   blocks.3\n", "await   blocks.2\n"
+    assert backward.index(last) < backward.index(later)
+    backward = backward.replace(last, "").replace(later, last + later)
+    edited = ScheduleText.parse(f"{forward}[backward]\n{backward}", "edited")
+    model = built()
+    expected = step(model)
+    model.set_schedule(schedule=edited)
+    made, gradients = done(model)
+    assert str(made) == str(edited)
+    assert all(map(torch.equal, gradients, expected))
+
+
+@on_ranks(2)
+def test_compiled_code_follows_the_models_file() -> None:
+    """Also one whose reductions are awaited at once. Options that are given go before it."""
+    at_once, plain = compiled_schedule(reductions_in_flight=0), compiled_schedule()
+    assert str(at_once) != str(plain)
+    for options, expected in (({}, at_once), ({"reductions_in_flight": 1}, plain)):
+        torch.compiler.reset()
+        model = built()
+        compiled = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER, "regions": False, **options})
+        gradients = step(model, compiled)
+        model.set_schedule(schedule=at_once)
+        assert all(map(torch.equal, step(model, compiled), gradients))
+        assert str(forecast.schedule_of(model)) == str(expected)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["HSDP", "HFSDP"])
+@on_ranks(4)
+def test_files_over_two_dimensions(outer: bool) -> None:
+    """Later stages follow by the same rule."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    both = mesh["outer", "inner"]._flatten("both").get_group()
+    dims: dict[str, Any] = {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "hybrid_fsdp_group": both}
+    if outer:
+        dims["outer_dp_sharding_strategy"] = "optim"
+    text = compiled_schedule(prefetch=2, reductions_in_flight=2)
+    model = fully_shard_model(parity.build(deep), fsdp_unit_modules=[zoo.Block], device_mesh=mesh, **dims)
+    _, expected = done(model)
+    model.set_schedule(schedule=text)
+    running = reductions_running(model)
+    for _ in range(2):
+        made, gradients = done(model)
+        assert str(made) == str(text)
+        assert all(map(torch.equal, gradients, expected))
+    assert max(running) > 2
+
+
+@on_ranks(2, timeout=60)
+def test_files_that_are_refused() -> None:
+    text = str(compiled_schedule())
+    model = built()
+    for old, new, message in (
+        ("blocks.2", "blocks.9", "names the bucket 'blocks.9', but the graph has"),
+        ("wait    blocks.2\n", "", "has no 'wait blocks.2'"),
+        ("[backward]\ngather  blocks.4", "[backward]\ngather  blocks.4, portions of 2", "reshard_after_forward=2"),
+    ):
+        wrong = ScheduleText.parse(text.replace(old, new), "wrong.sched")
+        with pytest.raises(ValueError, match=message) as caught:
+            model.set_schedule(schedule=wrong)
+        assert "wrong.sched" in str(caught.value)
+    with pytest.raises(ValueError, match=r"no/such\.sched cannot be read"):
+        model.set_schedule(schedule="no/such.sched")
+    assert model.sharded.schedule.text is None
+    step(model)
+    with parity.raises_everywhere(RuntimeError, "set_schedule"):
+        model.set_schedule(schedule=ScheduleText.parse(text, "a file") if dist.get_rank() else None)
+
+
+@on_ranks(2)
+def test_a_file_keeps_a_frozen_bucket_for_its_backward() -> None:
+    """Nothing of it is reduced, which would release it: other units are gathered meanwhile."""
+    module = parity.build(deep)
+    module.blocks[1].requires_grad_(False)
+    model = fully_shard_model(module, fsdp_unit_modules=[zoo.Block])
+    plain, expected = done(model)
+    forward, backward = str(plain).split("[backward]")
+    kept = backward.replace("gather  blocks.1\n", "").replace("wait    blocks.1\n", "")
+    assert kept != backward
+    kept = kept.replace("gather  root:before\n", "")  # the policy gathers it for nobody
+    text = ScheduleText.parse(f"{forward}[backward]{kept}", "kept")
+    model.set_schedule(schedule=text)
+    made, gradients = done(model)
+    assert str(made) == str(text)
+    assert all(map(torch.equal, gradients, expected))

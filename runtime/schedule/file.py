@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
-from mfsdp_compile.runtime.schedule.phase import Phase
-from mfsdp_compile.runtime.schedule.text import ScheduleLine
+from .decisions import Ahead, Behind, Decisions, Limit, Why
+from .phase import Phase
+from .text import ScheduleLine
 
 _HEAD = "# mfsdp schedule"
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
@@ -60,7 +60,7 @@ class ScheduleText:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"options['schedule']: {path} cannot be read: {error}") from error
+            raise ValueError(f"The schedule {path} cannot be read: {error}") from error
         return ScheduleText.parse(text, str(path))
 
     @staticmethod
@@ -114,7 +114,7 @@ class ScheduleText:
 
     @staticmethod
     def of(schedules: Mapping[Phase, Sequence[str]]) -> ScheduleText:
-        """Make a text from the lines of schedules, as :func:`.listing.describe` returns them."""
+        """Make a text from the lines of schedules, as :func:`~mfsdp_compile.passes.listing.describe` returns them."""
         text = "\n".join(f"[{phase.value}]\n" + "\n".join(lines) for phase, lines in schedules.items())
         return ScheduleText.parse(text, "schedule")
 
@@ -126,7 +126,8 @@ class ScheduleText:
         return "\n".join(parts) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the schedule to a file, which can be edited and passed as ``options={"schedule": path}``."""
+        """Write the schedule to a file, which can be edited and passed as ``options={"schedule": path}``, or to
+        ``model.set_schedule(schedule=path)``."""
         Path(path).write_text(str(self))
 
     def decisions(self, names: Sequence[str], units: Sequence[str], keepable: bool) -> Decisions:
@@ -213,8 +214,12 @@ class ScheduleText:
                     raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
                 later = len(started) - started[name] - 1
                 at_end = all(other.what == "await" for other in lines[position:])
-                # A wait between two starts goes to the latest place, right before the second start.
-                found[name] = Behind(total if at_end else later or 1, Why(Limit.FILE), packed=not (at_end or later))
+                # A wait between two starts goes to the latest place that has these lines: right before the second
+                # start, or, if a gather or its wait would then come first, at once.
+                at_once = lines[position - 1] == replace(line, what="reduce") and not at_end
+                at_once = at_once and lines[position + 1].what in ("gather", "wait")
+                count = 0 if at_once else total if at_end else later or 1
+                found[name] = Behind(count, Why(Limit.FILE), packed=not (at_end or later or at_once))
         for name in started.keys() - found.keys():
             raise ValueError(f"{self.where}: [{phase.value}] never awaits the reduction of {name!r}")
         return found

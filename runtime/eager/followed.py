@@ -1,0 +1,98 @@
+"""A schedule as the eager path follows it: by unit and bucket of one model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..geometry.exchange import Overlap
+from ..memory.bucket import Bucket
+from ..schedule.decisions import Ahead, Decisions
+from ..schedule.phase import Phase
+from ..schedule.schedule import Schedule
+from .units import EagerUnit
+
+
+class FollowedSchedule:
+    """What the eager path does early and late. In each step, in the order in which that step uses units.
+
+    Args:
+        schedule: The schedule.
+        units: Units in registration order.
+        overlap: Kinds of collectives that may overlap with computation.
+
+    Attributes:
+        ahead, ahead_in_backward: How many units before its use each unit's gather starts.
+        furthest: The largest of these numbers.
+        kept: Buckets that stay gathered from forward to backward; None: the buckets' plans and ``keep_last`` say.
+        keep_last: Whether the unit that forward uses last stays.
+        before_reduction: Units whose gathers start right before a bucket's reduction.
+        behind: How many later reductions start before a bucket's is awaited, and whether it is awaited right before the
+            last of them starts instead of after it.
+        largest_ahead: Largest unit, in gathered bytes, that is gathered ahead.
+        largest_in_flight: Most bytes of reductions in flight.
+
+    Raises:
+        ValueError: The schedule has a text that the model cannot follow.
+    """
+
+    def __init__(self, schedule: Schedule, units: Sequence[EagerUnit], overlap: Overlap) -> None:
+        self.schedule = schedule
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        decided = schedule.decisions([bucket.plan.name for bucket in buckets], [bucket.plan.unit for bucket in buckets])
+        _check_portions(schedule, [buckets[index] for index in decided.portions or ()])
+        policy, has_text = schedule.policy, schedule.text is not None
+
+        def ahead(phase: Phase) -> Mapping[EagerUnit, int]:
+            found: dict[EagerUnit, Ahead] = {}
+            for unit in units:
+                indices = [buckets.index(bucket) for bucket in unit.buckets]
+                found[unit] = decided.gather(phase, indices, unit.gathered_bytes, policy, overlap.gathers)
+            return {unit: each.units if each.reduction is None else 0 for unit, each in found.items()}
+
+        unread = list(filter(_is_of_embeddings, units))
+        self.ahead, self.ahead_in_backward = ahead(Phase.FORWARD), ahead(Phase.BACKWARD)
+        self.ahead_in_backward |= dict.fromkeys(unread, 0)
+        self.furthest = max([*self.ahead.values(), *self.ahead_in_backward.values()], default=0)
+        self.before_reduction = _before_reduction(decided, units)
+        both_ways = {Phase.FORWARD, Phase.BACKWARD} <= decided.gathers.keys()
+        kept = {buckets[index] for index in decided.kept}.difference(*(unit.buckets for unit in unread))
+        self.kept = frozenset(kept) if both_ways else None
+        self.keep_last = policy.keep_last
+        in_flight = policy.reductions_in_flight if overlap.reductions else 0
+        self.behind: dict[Bucket, tuple[int, bool]] = {}
+        for unit in units:
+            trained = sum(bucket.plan.requires_grad for bucket in unit.buckets)
+            self.behind |= dict.fromkeys(unit.buckets, (in_flight * trained, False))
+        self.behind |= {buckets[index]: (each.later, each.packed) for index, each in decided.reductions.items()}
+        self.largest_in_flight = sys.maxsize if has_text else policy.reduction_bytes
+        self.largest_ahead = -1 if not overlap.gathers else sys.maxsize if has_text else policy.prefetch_bytes
+
+
+def _is_of_embeddings(unit: EagerUnit) -> bool:
+    """Whether no backward needs the unit's values. Recomputation does, and gathers them when it reads them."""
+    sites = [site for bucket in unit.buckets for sites in bucket.sites for site in sites]
+    return all(type(site.holder()) is nn.Embedding for site in sites)
+
+
+def _before_reduction(decided: Decisions, units: Sequence[EagerUnit]) -> dict[Bucket, list[EagerUnit]]:
+    holders = [(bucket, unit) for unit in units for bucket in unit.buckets]
+    found: dict[Bucket, list[EagerUnit]] = {}
+    for index, ahead in decided.gathers.get(Phase.BACKWARD, {}).items():  # in the order of the text
+        if ahead.reduction is not None:
+            due, unit = found.setdefault(holders[ahead.reduction][0], []), holders[index][1]
+            due += [unit] if unit not in due else []
+    return found
+
+
+def _check_portions(schedule: Schedule, buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        assert schedule.text is not None
+        if bucket.plan.portions != schedule.text.portions:
+            few = schedule.text.portions
+            raise ValueError(
+                f"{schedule.text.where}: [backward] gathers portions of {few} for {bucket.plan.name!r}, of which "
+                f"forward keeps none. Shard the model with reshard_after_forward={few}, or take the portions out."
+            )
