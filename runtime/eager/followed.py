@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -45,7 +45,7 @@ class FollowedSchedule:
         _check_portions(schedule, [buckets[index] for index in decided.portions or ()])
         policy, has_text = schedule.policy, schedule.text is not None
 
-        def ahead(phase: Phase) -> Mapping[EagerUnit, int]:
+        def ahead(phase: Phase) -> dict[EagerUnit, int]:
             found: dict[EagerUnit, Ahead] = {}
             for unit in units:
                 indices = [buckets.index(bucket) for bucket in unit.buckets]
