@@ -117,12 +117,14 @@ def _ours(
     return System("", model, call, _adamw(model))
 
 
-def _ours_stepped(config: Config, device: torch.device, backend: str | None, fused: bool = False) -> System:
+def _ours_stepped(
+    config: Config, device: torch.device, backend: str | None, fused: bool = False, **options: Any
+) -> System:
     """Build a model that is stepped in backward."""
     system = _ours(config, device, compiled=False)
     how = {"fused": True} if fused else {"foreach": True}
     system.optimizer = torch.optim.AdamW(system.model.parameters(), lr=1e-3, **how)
-    system.train_step = compile_step(system.model, system.optimizer, backend=backend)
+    system.train_step = compile_step(system.model, system.optimizer, backend=backend, options=options)
     return system
 
 
@@ -217,6 +219,21 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled, fused AdamW": lambda c, d: _fused(_ours(c, d, compiled=True)),
     "mfsdp compile_step": lambda c, d: _ours_stepped(c, d, "mfsdp"),
     "mfsdp compile_step, fused AdamW": lambda c, d: _ours_stepped(c, d, "mfsdp", fused=True),
+    **{
+        f"mfsdp compile_step, fused AdamW, activations {saved}": functools.partial(
+            _ours_stepped, backend="mfsdp", fused=True, activation_memory_budget=saved
+        )
+        for saved in (0.5, 0.25, 0.0)
+    },
+    "mfsdp compile_step, fused AdamW, least memory": functools.partial(
+        _ours_stepped,
+        backend="mfsdp",
+        fused=True,
+        activation_memory_budget=0.0,
+        prefetch=0,
+        reductions_in_flight=0,
+        keep_last=False,
+    ),
     "mfsdp compile_step, eager": lambda c, d: _ours_stepped(c, d, None),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),
     "FSDP2 compiled by block": lambda c, d: _fsdp2(c, d, compiled=True),

@@ -238,6 +238,10 @@ def partitioned(
         # What stays gathered must be decided before the partition, but depends on the graphs that the partition makes.
         decide(trial(compat.copy_graph_module(joint), record, user_outputs, partition), record, user_outputs)
     _prepare_joint(joint.graph, record, user_outputs)
+    if (part := record.context.policy.activation_budgets[0]) < 1:
+        where = "each region" if record.regions else "the graph"
+        told = f"of what {where} would save for backward, {part:.0%} is saved (activation_memory_budget)"
+        record.reports[Phase.JOINT].append(Report("partition", [told]))
     forward, backward = partition(joint)
     if any(info.portion_size for info in record.context.buckets):
 

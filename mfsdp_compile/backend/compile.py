@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
+from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.gathered_parameter import as_gathered
@@ -35,6 +37,7 @@ from mfsdp_compile.runtime.memory.bucket import Bucket, Home
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel, any_exists, models_of
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
 from .arguments import GraphArguments, beside_shard, like_served
@@ -84,6 +87,8 @@ def mfsdp(
     if not served:
         chosen = chosen.with_defaults_of(owners)
     refused: dict[str, str] = {}
+    budgets = chosen.schedule.activation_budgets
+    budgets = budgets[_first_to_try(budgets, owners, str(chosen)) :]
     with (
         _reporting_errors(buckets),
         compat.without_collection(),
@@ -92,14 +97,19 @@ def mfsdp(
         while True:
             progress.step("passes and AOTAutograd")
             copied = compat.copy_graph_module(gm)
-            record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused)
+            policy = replace(chosen.schedule, activation_memory_budget=budgets[0])
+            record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused, policy)
             try:
                 compiled = _compile_inner(copied, inputs, chosen, record)
                 break
             except compat.NotARegion as error:
-                for owner in models_of(buckets):
-                    owner.compiled_graphs.remove(record)
                 refused |= {unit: error.reason for unit in record.units_of(error.region)}
+            except BudgetError as error:  # on all ranks alike
+                if len(budgets) == 1 or error.is_outgrown:
+                    raise
+                budgets = budgets[1:]
+            for owner in owners:
+                owner.compiled_graphs.remove(record)
 
     def run_served(*args: Any) -> Any:
         homes = call.homes(args)
@@ -141,6 +151,16 @@ def mfsdp(
             )
 
     return run_served if served else run
+
+
+def _first_to_try(budgets: Sequence[float], owners: Sequence[ShardedModel], options: str) -> int:
+    """Return the position of the ``activation_memory_budget`` with which ranks have agreed before; 0: they have not.
+
+    A rank that compiles again, for a batch of its own, must not ask the others for what they have agreed on.
+    """
+    records = [record for owner in owners for record in owner.compiled_graphs if record.settled is not None]
+    found = [record.context.policy for record in records if record.meeting and record.meeting.options == options]
+    return budgets.index(found[-1].activation_memory_budget) if found else 0
 
 
 @torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
@@ -192,12 +212,14 @@ def prepare(
     chosen: CompileOptions,
     served: bool = False,
     refused: Mapping[str, str] | None = None,
+    policy: SchedulePolicy | None = None,
 ) -> tuple[pipeline.CompileRecord, GraphArguments, list[Any]]:
     """Rewrite Dynamo's graph so that it takes shards and gathers them.
 
     Args:
         served: Let the graph take gathered buckets instead, and return packed gradients.
         refused: Units that cannot be part of a region, each with the reason.
+        policy: The numbers for the schedule, with one ``activation_memory_budget``; None: those of the options.
 
     Returns:
         The passes' record of the graph, the object that converts its arguments, and example inputs.
@@ -216,7 +238,7 @@ def prepare(
             served_info(bucket.plan, bucket.topology) if served else bucket_info(bucket.plan, bucket.topology, portions)
             for bucket in buckets
         ),
-        policy=policy_for(chosen.schedule, buckets),
+        policy=policy_for(policy or chosen.schedule, buckets),
         whole_model=not served and all(set(owner.buckets) <= set(buckets) for owner in owners),
         float32_gradients=chosen.float32_gradients,
         overlap=Overlap(
@@ -287,7 +309,7 @@ def _move_into_regions(
     record.inlined |= {unit.name: "its unit is gathered module by module" for unit in units if unit.is_module}
     fused = chosen.inner == "inductor"
     for body in record.regions:
-        make = functools.partial(trace, body, chosen.float32_gradients, fused)
+        make = functools.partial(trace, body, record.context.policy, chosen.float32_gradients, fused)
         body.module.region = compat.Region(body.name, make, is_exact=not fused)  # type: ignore[assignment]
 
 
@@ -330,7 +352,11 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return compat.min_cut_partition(joint, joint_inputs, distinct=roles.DISTINCT, **kwargs)
+            by_regions = record is None or record.regions
+            budget = 1.0 if by_regions else record.context.policy.activation_budgets[0]
+            return compat.min_cut_partition(
+                joint, joint_inputs, distinct=roles.DISTINCT, activation_memory_budget=budget, **kwargs
+            )
 
         user_outputs: int = kwargs["num_fwd_outputs"]
         forward, backward = (

@@ -164,13 +164,13 @@ class CompileOptions:
         numbers = {f.name: given.pop(f.name) for f in fields(SchedulePolicy) if f.name in given}
         if numbers.get("memory_budget") is not None:
             numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
-            numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
+            numbers = dict.fromkeys(("prefetch", "reshard_after_forward", "activation_memory_budget"), "auto") | numbers
         for name in ("activation_offload", "activation_offload_least"):
             if isinstance(value := numbers.get(name), str) and value != "auto":
                 numbers[name] = parse_bytes(value, f"options['{name}']")
         schedule = SchedulePolicy(**numbers)
         _refuse_idle(schedule, numbers)
-        scheduled = {name: value for name, value in numbers.items() if not name.startswith("activation_offload")}
+        scheduled = {name: value for name, value in numbers.items() if not name.startswith("activation_")}
         text = _schedule_text(given.pop("schedule", None), scheduled)
         if text is not None and text.portions:
             schedule = replace(schedule, reshard_after_forward=text.portions)
@@ -271,6 +271,11 @@ def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
             f"options {', '.join(map(repr, idle))}: with a memory_budget, or 'auto', the solver decides this; the "
             "option is for schedules that are set by numbers. Leave it out, or give numbers for prefetch and "
             "reshard_after_forward and no memory_budget."
+        )
+    if schedule.activation_memory_budget == "auto" and schedule.memory_budget is None:
+        raise ValueError(
+            "options['activation_memory_budget'] is 'auto', which saves as much as options['memory_budget'] leaves "
+            "room for, but there is none. Give both, or a fraction from 0 to 1."
         )
     if not schedule.is_solved and "budget_reserve" in given:
         raise ValueError(

@@ -33,10 +33,13 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def trace(body: RegionBody, float32_gradients: bool, fused: bool, name: str, operands: Sequence[Any]) -> RegionGraphs:
+def trace(
+    body: RegionBody, policy: SchedulePolicy, float32_gradients: bool, fused: bool, name: str, operands: Sequence[Any]
+) -> RegionGraphs:
     """Make the graphs of a region.
 
     Args:
+        policy: Says what forward may save.
         float32_gradients: Whether matmuls write gradients in float32 where possible.
         fused: Whether Inductor compiles them.
         name: Name of the graphs.
@@ -68,7 +71,18 @@ def trace(body: RegionBody, float32_gradients: bool, fused: bool, name: str, ope
     roles.assign(joint.graph)
     drop_unread.apply(joint.graph, context, Phase.JOINT)
     reshard.apply(joint.graph, context, Phase.JOINT)
-    forward, backward = compat.min_cut_partition(joint, (), distinct=roles.DISTINCT, num_fwd_outputs=outputs)
+    anchors = list(joint.graph.find_nodes(op="placeholder"))[: 2 * len(body.buckets) : 2]
+    forward, backward = compat.min_cut_partition(
+        joint,
+        (),
+        distinct=roles.DISTINCT,
+        activation_memory_budget=policy.activation_budgets[0],
+        without_memory=anchors,
+        num_fwd_outputs=outputs,
+    )
+    shown = list(forward.graph.find_nodes(op="placeholder"))[: 2 * len(anchors) : 2]
+    for anchor, placeholder in zip(anchors, shown, strict=True):
+        placeholder.meta["val"] = anchor.meta["val"]
     if len(forward.graph.find_nodes(op="placeholder")) != len(operands):
         raise NotARegion(body.name, "torch passes the state of random numbers to it")  # CUDA, with checkpoints
     needs, gradients = _connect(forward.graph, backward.graph, body)

@@ -193,15 +193,19 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
         timeline = problem.timeline(known.decisions)
         if timeline.peak_bytes <= problem.budget:
             return known, timeline
-        outgrown = BudgetError(_outgrown(known, timeline, problem.budget, meeting), timeline.peak_bytes)
+        outgrown = BudgetError(
+            _outgrown(known, timeline, problem.budget, meeting), timeline.peak_bytes, is_outgrown=True
+        )
         meeting.warn(outgrown)
         try:
             meeting.known[key] = _agree(problem, meeting, "Another schedule", [*lines, str(known)], again=True)
         except RuntimeError as error:
             meeting.failed(outgrown)
-            raise BudgetError(f"{outgrown} Not all ranks need another schedule now: {error}", outgrown.needed) from None
-        except BudgetError:
+            message = f"{outgrown} Not all ranks need another schedule now: {error}"
+            raise BudgetError(message, outgrown.needed, is_outgrown=True) from None
+        except BudgetError as error:
             meeting.all_came()
+            error.is_outgrown = True
             raise
         meeting.all_came()
         meeting.replaced()

@@ -47,11 +47,12 @@ class BudgetError(ValueError):
     Args:
         message: Error message.
         needed: Peak bytes of the smallest schedule.
+        is_outgrown: Whether ranks have agreed on a schedule before, with which a new batch does not fit.
     """
 
-    def __init__(self, message: str, needed: int) -> None:
+    def __init__(self, message: str, needed: int, is_outgrown: bool = False) -> None:
         super().__init__(message)
-        self.needed = needed
+        self.needed, self.is_outgrown = needed, is_outgrown
 
 
 def refuse_budget(

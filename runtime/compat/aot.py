@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch._C import _current_autograd_node
 from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "allow_another_backward",
@@ -131,7 +133,13 @@ def allow_another_backward() -> None:
 
 
 def min_cut_partition(
-    joint: fx.GraphModule, joint_inputs: Any, *, distinct: Sequence[Any] = (), **kwargs: Any
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    distinct: Sequence[Any] = (),
+    activation_memory_budget: float = 1.0,
+    without_memory: Sequence[fx.Node] = (),
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition a joint graph as Inductor does.
 
@@ -140,12 +148,46 @@ def min_cut_partition(
         joint_inputs: Its inputs, which torch ignores.
         distinct: Operators (overload packets and higher-order operators) whose calls stay apart even if they have equal
             arguments.
+        activation_memory_budget: Which part of the bytes that forward would save it may save; 1: as the program has set
+            it. Random numbers, results of collectives and of higher-order operators are always saved.
+        without_memory: Placeholders whose size says nothing about memory. Torch takes the sum of all for the least that
+            can be saved.
         **kwargs: Other arguments of torch's partitioner.
     """
     from functorch.compile import min_cut_rematerialization_partition
 
-    with _never_merging(distinct):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_never_merging(distinct))
+        if activation_memory_budget < 1:
+            _keep_from_recomputation(joint.graph)
+            # At 0, torch looks at nothing else, and would draw random numbers again.
+            budget = max(activation_memory_budget, 1e-6)
+            stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
+            stack.enter_context(_sized_as_nothing(without_memory))
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _sized_as_nothing(placeholders: Sequence[fx.Node]) -> Iterator[None]:
+    values = [node.meta["val"] for node in placeholders]
+    for node, value in zip(placeholders, values, strict=True):
+        node.meta["val"] = value.new_empty(0)
+    try:
+        yield
+    finally:
+        for node, value in zip(placeholders, values, strict=True):
+            node.meta["val"] = value
+
+
+def _keep_from_recomputation(graph: fx.Graph) -> None:
+    """Mark what must not be computed twice. Marks that are there already, of checkpointing, go before."""
+    for node in graph.nodes:
+        target = node.target
+        is_random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        is_collective = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
+        if is_random or is_collective or isinstance(target, torch._ops.HigherOrderOperator):
+            for each in (node, *(user for user in node.users if user.target is operator.getitem)):
+                each.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 @contextlib.contextmanager

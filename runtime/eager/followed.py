@@ -29,8 +29,9 @@ class FollowedSchedule:
         kept: Buckets that stay gathered from forward to backward; None: the buckets' plans and ``keep_last`` say.
         keep_last: Whether the unit that forward uses last stays.
         before_reduction: Units whose gathers start right before a bucket's reduction.
-        behind: How many later reductions start before a bucket's is awaited, and whether it is awaited right before the
-            last of them starts instead of after it.
+        in_flight: How many reductions may run when a bucket's has started; of older ones, the oldest are awaited.
+        behind: For buckets of a text: how many later reductions start before theirs is awaited, and whether it is
+            awaited right before the last of them starts instead of after it.
         largest_ahead: Largest unit, in gathered bytes, that is gathered ahead.
         largest_in_flight: Most bytes of reductions in flight.
 
@@ -62,11 +63,12 @@ class FollowedSchedule:
         self.kept = frozenset(kept) if both_ways else None
         self.keep_last = policy.keep_last
         in_flight = policy.reductions_in_flight if overlap.reductions else 0
-        self.behind: dict[Bucket, tuple[int, bool]] = {}
+        self.in_flight: dict[Bucket, int] = {}
         for unit in units:
             trained = sum(bucket.plan.requires_grad for bucket in unit.buckets)
-            self.behind |= dict.fromkeys(unit.buckets, (in_flight * trained, False))
-        self.behind |= {buckets[index]: (each.later, each.packed) for index, each in decided.reductions.items()}
+            self.in_flight |= dict.fromkeys(unit.buckets, in_flight * trained)
+        self.behind = {buckets[index]: (each.later, each.packed) for index, each in decided.reductions.items()}
+        self.in_flight |= dict.fromkeys(self.behind, sys.maxsize)
         self.largest_in_flight = sys.maxsize if has_text else policy.reduction_bytes
         self.largest_ahead = -1 if not overlap.gathers else sys.maxsize if has_text else policy.prefetch_bytes
 

@@ -39,8 +39,8 @@ class _RunningReduction:
     result: Tensor
     used: frozenset[int]
     """Indices of parameters with a gradient in it."""
-    due: int
-    """When it is awaited. 2n: after reduction number n has started; 2n - 1: before it starts."""
+    due: int | None
+    """When a schedule file has it awaited. 2n: after reduction number n has started; 2n - 1: before it starts."""
 
 
 class Reducing:
@@ -104,6 +104,10 @@ class Reducing:
         self._step.complete.add(bucket)
         self._gathering.release_checked(bucket)
         self._take_in_due(2 * self._started)
+        if not (most := schedule.in_flight[bucket]):
+            self.finish()
+        for oldest in [each for each in self.running if each.due is None][: max(len(self.running) - most, 0)]:
+            self._take_in(oldest)
 
     @compat.python_only
     def reduce_now(
@@ -126,12 +130,16 @@ class Reducing:
             started = start_stage(gradient, stage, bucket.exchange, token)
         self.running.append(_RunningReduction(bucket, stage, started, used, self._due(bucket)))
 
-    def _due(self, bucket: Bucket) -> int:
-        later, before_start = self._gathering.schedule.behind[bucket]
+    def _due(self, bucket: Bucket) -> int | None:
+        if (behind := self._gathering.schedule.behind.get(bucket)) is None:
+            return None
+        later, before_start = behind
         return 2 * (self._started + later) - before_start
 
     def _take_in_due(self, now: int) -> None:
-        while (due := next((each for each in self.running if each.due <= now), None)) is not None:
+        while (
+            due := next((each for each in self.running if each.due is not None and each.due <= now), None)
+        ) is not None:
             self._take_in(due)
 
     def _take_in(self, reduction: _RunningReduction) -> None:

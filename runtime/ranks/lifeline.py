@@ -127,10 +127,11 @@ class Lifeline:
         """Connect to the next rank once it is there, and publish neighbors that have ended.
 
         Args:
-            store: A connection to the store that no other thread uses.
+            store: A connection, which no other thread uses, to the store of the default process group.
         """
-        if self._server is not None:
-            with self._lock:
+        with self._lock:
+            # After another initialization of the default group, neighbors of the old ring leave it for the new one.
+            if self._server is not None and self._store is compat.default_store():
                 self._look(store)
 
     def _look(self, store: dist.Store) -> None:
@@ -144,25 +145,31 @@ class Lifeline:
         lost = []
         if not self._has_called and store.check([_address_of(after)]):
             self._has_called = True
-            if (address := _address(store, after)) is None:
+            if self._call(store, after) is False:
                 lost.append(after)
-            else:
-                try:
-                    connection = socket.create_connection(tuple(address[:2]), timeout=compat.CONNECT_TIMEOUT)
-                    connection.sendall(f"{address[2]} {self._rank}\n".encode())
-                    self._neighbors.append(_Neighbor(connection, after, self._token))
-                except ConnectionRefusedError:
-                    lost.append(after)
-                except OSError:  # the network may be at fault
-                    pass
         for neighbor in list(self._neighbors):
             if not neighbor.is_open():
                 self._neighbors.remove(neighbor)
                 neighbor.connection.close()
-                lost.append(neighbor.rank)
+                if not self._call(store, neighbor.rank):  # else it lives, and has let go of a greeting that came late
+                    lost.append(neighbor.rank)
         for rank in lost:
             ended = Lost(rank, in_order=_address(store, rank) is None)
             store.append(ENDED, json.dumps(astuple(ended)) + "\n")
+
+    def _call(self, store: dist.Store, rank: int) -> bool | None:
+        """Connect to a rank. Return whether its process exists; None: unknown, as the network may be at fault."""
+        if (address := _address(store, rank)) is None:
+            return False
+        try:
+            connection = socket.create_connection(tuple(address[:2]), timeout=compat.CONNECT_TIMEOUT)
+            connection.sendall(f"{address[2]} {self._rank}\n".encode())
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return None
+        self._neighbors.append(_Neighbor(connection, rank, self._token))
+        return True
 
     def lost(self, store: dist.Store, ranks: Iterable[int]) -> list[Lost]:
         """Return those of ``ranks`` that any rank has seen end."""
@@ -198,7 +205,10 @@ class Lifeline:
             with contextlib.suppress(OSError):  # the other rank has not waited
                 connection, _ = server.accept()
                 connection.settimeout(REACH)
-                token, _, rank = connection.recv(64).decode(errors="replace").strip().partition(" ")
+                try:
+                    token, _, rank = connection.recv(64).decode(errors="replace").strip().partition(" ")
+                except TimeoutError:
+                    token = rank = ""
                 if rank.isdecimal() and token == self._token:
                     self._greeted.append(_Neighbor(connection, int(rank), token))
                 else:

@@ -43,6 +43,11 @@ class SchedulePolicy:
             worth a copy. ``"auto"``: the largest of each unit, as far as the link can copy them while the next unit
             computes. A number: the first ones, up to about that many bytes. See :mod:`.activations`.
         activation_offload_least: Values of fewer bytes stay on the device.
+        activation_memory_budget: Which part of the bytes that forward would save for backward may be saved. The rest is
+            computed again in backward, what takes the fewest operations per byte first. It is torch's setting of this
+            name, for each region by itself; where there are no regions, for the whole graph. 1: as torch chooses to be
+            fast. 0: a region saves what it is given, as with activation checkpointing. ``"auto"``: the largest of 1,
+            3/4, 1/2, 1/4 and 0 with which a schedule keeps to ``memory_budget``, and the default with one.
         budget_reserve: Fraction of the budget left free for memory that a prediction does not see: kernel workspaces
             and allocator rounding.
     """
@@ -57,6 +62,7 @@ class SchedulePolicy:
     budget_reserve: float = 0.01
     activation_offload: bool | int | Literal["auto"] = False
     activation_offload_least: int = 1 << 20
+    activation_memory_budget: float | Literal["auto"] = 1.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -89,6 +95,9 @@ class SchedulePolicy:
             raise TypeError(f"activation_offload takes True, False, 'auto' or a number of bytes, got {offload!r}")
         if offload != "auto" and offload < 0:
             raise ValueError(f"activation_offload cannot be negative, got {offload}")
+        saved = self.activation_memory_budget
+        if saved != "auto" and (isinstance(saved, (bool, str)) or not 0 <= saved <= 1):
+            raise ValueError(f"activation_memory_budget takes a fraction from 0 to 1 or 'auto', got {saved!r}")
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
         if not isinstance(self.keep_last, bool):
@@ -101,6 +110,13 @@ class SchedulePolicy:
         """Number of ranks that each keep a portion for the backward to gather; 0: no portions are kept."""
         again = self.reshard_after_forward
         return 0 if isinstance(again, (bool, str)) else again
+
+    @property
+    def activation_budgets(self) -> tuple[float, ...]:
+        """The values of ``activation_memory_budget`` to try, one after the other."""
+        return (
+            (1.0, 0.75, 0.5, 0.25, 0.0) if self.activation_memory_budget == "auto" else (self.activation_memory_budget,)
+        )
 
     @property
     def is_solved(self) -> bool:

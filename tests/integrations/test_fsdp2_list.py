@@ -1234,7 +1234,7 @@ def test_settings_that_are_refused() -> None:
     runtime = model._mfsdp_window.runtime
     for number, module, largest in ((3, model.layers[0], 3), (2, model.layers[1], 3), (2, model, 2)):
         module.set_reduce_scatter_max_input_buffers(number)
-        assert runtime.policy.reductions_in_flight == largest
+        assert runtime.schedule.policy.reductions_in_flight == largest
     same(lambda api: steps(shard(api, built()), mine(6, 8), count=1))
 
 

@@ -713,9 +713,8 @@ def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int,
     shared = mesh != "1 x 4"
     divided = shared and mesh != "HSDP 2 x 1 x 2"
     buckets = UNITS + EXPERT_UNITS * divided
-    # Backward gathers layers again. An embedding's backward does not need it, but the eager path follows the order of
-    # units and has gathered the embedding by the time that this shows. The last unit stays gathered.
-    again = EXPERT_UNITS * (1 + divided) + (mode == EAGER)
+    # Backward gathers layers again. An embedding's backward does not need it. The last unit stays gathered.
+    again = EXPERT_UNITS * (1 + divided)
     exchanges = (
         0 if mesh == "4 x 1" else 5 + 3 * checkpointed
     )  # loads, dispatch, combine; gradients of both; the first three again

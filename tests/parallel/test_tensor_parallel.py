@@ -178,9 +178,8 @@ def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
     layer, ends = COUNTS[name]
     gathers, reductions, sums = (layers * a + b for a, b in zip(layer, ends, strict=True))
     buckets = layers + 2
-    # The last unit's bucket is kept for the backward. The embedding's is not needed there, but the eager path gathers
-    # by unit.
-    again = buckets - (1 if mode == EAGER else 2)
+    # The last unit's bucket is kept for the backward. The embedding's is not needed there.
+    again = buckets - 2
     assert counts["all_gather_into_tensor"] == gathers + buckets + again, counts
     assert counts["reduce_scatter_tensor"] == reductions + buckets, counts
     assert counts["all_reduce"] == sums + (mode == EAGER), counts  # eager ranks find out which parameters were used

@@ -66,6 +66,8 @@ def build(mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
 
 
 def compiled(model: Any, inner: str = AOT_EAGER, dynamic: bool | None = None, **options: Any) -> Any:
+    if "memory_budget" in options:  # schedules alone keep it
+        options = {"activation_memory_budget": 1.0, **options}
     return torch.compile(model, backend="mfsdp", dynamic=dynamic, options={"inner": inner, **options})
 
 

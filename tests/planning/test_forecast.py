@@ -68,6 +68,8 @@ def compiled(
 ) -> tuple[nn.Module, Callable[[], Any]]:
     """Return a sharded model that has run twice, and a step without the optimizer's."""
     torch.manual_seed(0)
+    if "memory_budget" in options:  # schedules alone keep it
+        options = {"activation_memory_budget": 1.0, **options}
     model = fully_shard_model(
         make(config),
         fsdp_unit_modules=[Block],
@@ -248,7 +250,11 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
 def test_an_impossible_budget_is_refused() -> None:
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
-    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "20MiB"})
+    call = torch.compile(
+        model,
+        backend="mfsdp",
+        options={"inner": "aot_eager", "memory_budget": "20MiB", "activation_memory_budget": 1.0},
+    )
     with pytest.raises(
         Exception, match=r"memory_budget of 19\.80 MiB cannot be kept.*too much.*activation checkpointing"
     ):

@@ -256,6 +256,7 @@ def test_copies_keep_the_schedule() -> None:
     assert copy.deepcopy(model).sharded.eager.schedule.policy.prefetch == 2
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_schedule_is_one_models() -> None:
     """Models of one class share compiled code only if their schedules are the same, and others stay as they are."""
@@ -320,7 +321,7 @@ def test_fsdp2s_setting_is_for_eager_code() -> None:
 # -- schedule files ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long_unless("2-prefetch-3", "2-reductions_in_flight-0", "2-reduction_bytes-1", "2-memory_budget-20971520")
+@pytest.mark.long_unless("2-prefetch-3", "2-reductions_in_flight-0", "2-reduction_bytes-1")
 @pytest.mark.parametrize(
     "option",
     [
@@ -373,6 +374,7 @@ def test_lines_that_were_moved_by_hand() -> None:
     assert all(map(torch.equal, gradients, expected))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_compiled_code_follows_the_models_file() -> None:
     """Also one whose reductions are awaited at once. Options that are given go before it."""
@@ -388,6 +390,7 @@ def test_compiled_code_follows_the_models_file() -> None:
         assert str(forecast.schedule_of(model)) == str(expected)
 
 
+@pytest.mark.long_if("4-HFSDP")
 @pytest.mark.parametrize("outer", [False, True], ids=["HSDP", "HFSDP"])
 @on_ranks(4)
 def test_files_over_two_dimensions(outer: bool) -> None:

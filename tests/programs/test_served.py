@@ -134,9 +134,9 @@ def test_collectives_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
         happened.append(f"{what} {bucket.plan.name}")
         start(what, bucket, *arguments)
 
-    def taken_in() -> None:
-        happened.append(f"await {eager.reducing.running[0].bucket.plan.name}")
-        take_in()
+    def taken_in(reduction: Any) -> None:
+        happened.append(f"await {reduction.bucket.plan.name}")
+        take_in(reduction)
 
     eager.step.announce, eager.reducing._take_in = announce, taken_in  # type: ignore[method-assign]
     loss = model(x)

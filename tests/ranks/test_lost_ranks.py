@@ -129,6 +129,7 @@ def test_a_connection_of_an_earlier_ring_says_nothing_about_this_one(monkeypatch
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     line = Lifeline()
     earlier, now = (compat.serve_store("127.0.0.1", timedelta(seconds=20)) for _ in range(2))
+    monkeypatch.setattr(compat, "default_store", lambda: now)
     line.join(earlier)
     host, port, token = json.loads(earlier.get("mfsdp/lifeline/0"))
     line.join(now)
@@ -139,3 +140,62 @@ def test_a_connection_of_an_earlier_ring_says_nothing_about_this_one(monkeypatch
     line.look(now)
     assert line.lost(now, [1]) == []
     line.leave()
+
+
+def a_ring_of_two(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Lifeline]:
+    """Return the lifelines of two ranks, as if each were in a process of its own, connected to each other."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(compat, "default_store", lambda: store)
+    lines = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        lines.append(Lifeline())
+        lines[-1].join(store)
+    look_at_all(lines, store, lambda: all(len(line._neighbors) == 2 for line in lines))
+    return lines
+
+
+def look_at_all(lines: list[Lifeline], store: dist.Store, until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < deadline
+        for line in lines:
+            line.look(store)
+        time.sleep(0.01)
+
+
+def test_neighbors_that_go_to_a_new_group_first_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default group is initialized anew; one rank shards its model, and this one has not yet."""
+    earlier, now = (compat.serve_store("127.0.0.1", timedelta(seconds=20)) for _ in range(2))
+    mine, its = a_ring_of_two(monkeypatch, earlier)
+    monkeypatch.setattr(compat, "default_store", lambda: now)
+    its.join(now)
+    for _ in range(3):
+        mine.look(now)
+        time.sleep(0.05)
+    assert mine.lost(now, [1]) == []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    mine.join(now)
+    look_at_all([mine, its], now, lambda: len(mine._neighbors) == len(its._neighbors) == 2)
+    assert mine.lost(now, [1]) == its.lost(now, [0]) == []
+    its.leave()
+    look_at_all([mine], now, lambda: bool(mine.lost(now, [1])))
+    mine.leave()
+
+
+def test_a_connection_that_is_let_go_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greeting may come later than a busy rank waits for it."""
+    store = compat.serve_store("127.0.0.1", timedelta(seconds=20))
+    mine, its = a_ring_of_two(monkeypatch, store)
+    its._neighbors.pop(0).connection.close()
+    for _ in range(5):
+        mine.look(store)
+        time.sleep(0.05)
+    assert mine.lost(store, [1]) == []
+    assert its._server is not None
+    its._server.shutdown(socket.SHUT_RDWR)  # as if its process were killed
+    its._server.close()
+    for neighbor in its._neighbors:
+        neighbor.connection.close()
+    look_at_all([mine], store, lambda: bool(mine.lost(store, [1])))
+    mine.leave()

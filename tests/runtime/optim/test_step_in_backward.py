@@ -201,7 +201,7 @@ def check(mode: str, ahead: bool = True, **arguments: Any) -> Trained:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long_unless("4-optim_grads_params-*", "4-HFSDP-aot_eager", "4-HSDP optim-eager", "4-optim-aot_eager")
+@pytest.mark.long_unless("4-optim_grads_params-aot_eager", "4-HSDP optim-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
@@ -258,6 +258,7 @@ def test_clipping(mode: str, accumulation: int) -> None:
     assert trained.step.grad_norm.item() > 0.01
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_inductor() -> None:
     """What the graph returns in place of gradients has no memory: no kernel fills it."""
@@ -364,6 +365,7 @@ needs_penalties = pytest.mark.skipif(
 
 
 @needs_penalties
+@pytest.mark.long_if("2-aot_eager-_penalty_first")
 @pytest.mark.parametrize("loss", [_with_penalty, _penalty_first])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)

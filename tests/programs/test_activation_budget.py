@@ -1,0 +1,122 @@
+"""``activation_memory_budget``: what forward does not save, backward computes again, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, INDUCTOR
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+
+from mfsdp_compile import MegatronFSDP, fully_shard_model
+from mfsdp_compile.backend.options import CompileOptions
+from mfsdp_compile.planning import forecast
+
+BUDGETS = (0.5, 0.0)
+
+
+class DropoutBlock(zoo.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(super().forward(x), 0.3, training=True)
+
+
+class Dropout(zoo.Plain):
+    block = DropoutBlock
+
+
+class SummingBlock(zoo.Block):
+    """Sums over ranks in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + all_reduce(x.detach(), "sum", dist.group.WORLD).sin()
+
+
+class Summing(zoo.Plain):
+    block = SummingBlock
+
+
+def deep() -> zoo.Plain:
+    return zoo.Plain(width=32, layers=4)
+
+
+def trained(
+    factory: Callable[[], nn.Module], inner: str = AOT_EAGER, **options: Any
+) -> tuple[MegatronFSDP, list[Tensor]]:
+    """Return a model, compiled, and its gradients."""
+    torch.compiler.reset()
+    model = fully_shard_model(parity.build(factory), fsdp_unit_modules=[zoo.Block])
+    call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
+    torch.manual_seed(7 + dist.get_rank())
+    call(torch.randn(512, 8)).backward()
+    return model, [param.grad.full_tensor() for param in model.parameters()]
+
+
+def peak(model: MegatronFSDP) -> int:
+    """Return the predicted peak bytes. Most of them are what forward saves for backward."""
+    return forecast.predicted(model).peak_bytes
+
+
+@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph")
+@pytest.mark.parametrize("regions", [True, False], ids=["regions", "one graph"])
+@pytest.mark.parametrize("factory", [deep, Dropout, Summing], ids=lambda factory: factory.__name__)
+@on_ranks(2)
+def test_gradients_are_the_same(factory: Callable[[], nn.Module], regions: bool) -> None:
+    """Random numbers and sums over ranks are not computed again."""
+    model, expected = trained(factory, regions=regions)
+    before = peak(model)
+    for budget in BUDGETS:
+        model, gradients = trained(factory, regions=regions, activation_memory_budget=budget)
+        assert all(map(torch.equal, gradients, expected)), budget
+        if factory is deep and (regions or budget):  # at 0, one graph computes everything again at once
+            assert peak(model) < before
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_inductor() -> None:
+    model, expected = trained(deep, INDUCTOR)
+    less, gradients = trained(deep, INDUCTOR, activation_memory_budget=0.0)
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other)  # kernels are fused in other places
+    assert peak(less) < peak(model)
+
+
+@on_ranks(2)
+def test_a_memory_budget_saves_what_there_is_room_for() -> None:
+    """As much as fits, the same on all ranks; with a fraction that is given, there is no other."""
+    model, expected = trained(deep, memory_budget="1GiB")
+    (record,) = model.sharded.compiled_graphs
+    assert record.context.policy.activation_memory_budget == 1
+    whole = trained(deep, prefetch=0, keep_last=False)[0]
+    tight = peak(whole) - 1
+    with pytest.raises(Exception, match=r"cannot be kept"):
+        trained(deep, memory_budget=tight, activation_memory_budget=1.0)
+    dist.barrier()
+    model, gradients = trained(deep, memory_budget=tight)
+    (record,) = model.sharded.compiled_graphs
+    assert record.context.policy.activation_memory_budget < 1
+    assert peak(model) <= tight
+    assert all(map(torch.equal, gradients, expected))
+    with pytest.raises(Exception, match=r"cannot be kept"):
+        trained(deep, memory_budget=1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"activation_memory_budget": 1.5}, ValueError, "a fraction from 0 to 1"),
+        ({"activation_memory_budget": True}, ValueError, "a fraction from 0 to 1"),
+        ({"activation_memory_budget": "much"}, ValueError, "a fraction from 0 to 1"),
+        ({"activation_memory_budget": "auto"}, ValueError, "there is none"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CompileOptions.of(options, None)
