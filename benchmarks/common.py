@@ -232,7 +232,6 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
         activation_memory_budget=0.0,
         prefetch=0,
         reductions_in_flight=0,
-        keep_last=False,
     ),
     "mfsdp compile_step, eager": lambda c, d: _ours_stepped(c, d, None),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),

@@ -25,6 +25,7 @@ def compile_step(
     *,
     max_norm: float | None = None,
     accumulation: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
     backend: str | None = "mfsdp",
     options: Mapping[str, Any] | None = None,
     **compile_arguments: Any,
@@ -37,8 +38,9 @@ def compile_step(
     Both ways have the same numbers, to the bit, and can alternate.
 
     With ``max_norm``, gradients are clipped before the step, which therefore follows the backward: the norm needs all
-    of them. Optimizers that do not work element by element (Muon, ``whole=True``) also step after the backward, and so
-    do single buckets for reasons that :meth:`TrainStep.explain` lists.
+    of them. So does a ``scaler``, which skips the step if any of them is infinite. Optimizers that do not work element
+    by element (Muon, ``whole=True``) also step after the backward, and so do single buckets for reasons that
+    :meth:`TrainStep.explain` lists.
 
     Args:
         model: A sharded model; not compiled before.
@@ -48,6 +50,8 @@ def compile_step(
         max_norm: Largest norm of all gradients together; None: they are not clipped.
         accumulation: Number of microbatches of each step. Call :meth:`TrainStep.accumulate` for all but the last one.
             Losses are divided by it.
+        scaler: Scales losses, for training in float16; it unscales gradients before they are clipped, decides whether
+            the step is taken, and is updated. One that is disabled counts as None.
         backend: Backend of ``torch.compile`` for ``loss_fn`` with the model; None: run it eagerly.
         options: Options of the backend.
         compile_arguments: Further arguments of ``torch.compile``.
@@ -62,7 +66,12 @@ def compile_step(
         raise ValueError(f"compile_step takes accumulation as a number of microbatches, got {accumulation!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"compile_step takes max_norm above 0, or None for gradients as they are, got {max_norm!r}")
-    return TrainStep(model, optimizer, loss_fn, max_norm, accumulation, backend, dict(options or {}), compile_arguments)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"compile_step takes scaler as a torch.amp.GradScaler, got a {type(scaler).__name__}")
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    return TrainStep(
+        model, optimizer, loss_fn, max_norm, accumulation, scaler, backend, dict(options or {}), compile_arguments
+    )
 
 
 class TrainStep:
@@ -80,12 +89,13 @@ class TrainStep:
         loss_fn: LossFunction | None,
         max_norm: float | None,
         accumulation: int,
+        scaler: torch.amp.GradScaler | None,
         backend: str | None,
         options: dict[str, Any],
         compile_arguments: dict[str, Any],
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._max_norm, self._accumulation = max_norm, accumulation
+        self._max_norm, self._accumulation, self._scaler = max_norm, accumulation, scaler
         extended = isinstance(optimizer, torch.optim.Optimizer) and is_extended(optimizer)
         if not extended:
             check(optimizer, "compile_step", flat=False)
@@ -109,7 +119,7 @@ class TrainStep:
 
     @property
     def _steps_in_backward(self) -> bool:
-        return self._in_backward is not None and self._max_norm is None
+        return self._in_backward is not None and self._max_norm is None and self._scaler is None
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
         """Take a step: forward, backward, the optimizer's step and ``zero_grad``. A collective.
@@ -162,6 +172,8 @@ class TrainStep:
         """Describe where buckets are stepped: in backward or after it, and why."""
         if self._max_norm is not None:
             return f"all buckets are stepped after the backward: max_norm={self._max_norm} needs all gradients first"
+        if self._scaler is not None:
+            return "all buckets are stepped after the backward: the scaler looks at all gradients first"
         if self._in_backward is None:
             name = type(self._optimizer).__name__
             return f"all buckets are stepped after the backward: the {name} does not step over flat shards (flat=True)"
@@ -184,15 +196,22 @@ class TrainStep:
                 f"a tuple that begins with it; got {_described(loss)}."
             )
         loss = loss / self._accumulation if self._accumulation > 1 else loss
+        loss = self._scaler.scale(loss) if self._scaler is not None else loss
         if ahead is not None and loss.grad_fn is not None:
             loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
         loss.backward()
 
     def _step(self) -> None:
         if self._max_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
-        self._optimizer.step()
+        if self._scaler is not None:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        else:
+            self._optimizer.step()
         self._optimizer.zero_grad()
 
     @contextlib.contextmanager

@@ -154,7 +154,7 @@ def min_cut_partition(
             can be saved.
         **kwargs: Other arguments of torch's partitioner.
     """
-    from functorch.compile import min_cut_rematerialization_partition
+    from functorch.compile import config, min_cut_rematerialization_partition
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_never_merging(distinct))
@@ -162,7 +162,7 @@ def min_cut_partition(
             _keep_from_recomputation(joint.graph)
             # At 0, torch looks at nothing else, and would draw random numbers again.
             budget = max(activation_memory_budget, 1e-6)
-            stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
+            stack.enter_context(config.patch(activation_memory_budget=budget))
             stack.enter_context(_sized_as_nothing(without_memory))
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 

@@ -47,14 +47,14 @@ def deep() -> zoo.Plain:
 
 
 def trained(
-    factory: Callable[[], nn.Module], inner: str = AOT_EAGER, **options: Any
+    factory: Callable[[], nn.Module], inner: str = AOT_EAGER, rows: int = 512, **options: Any
 ) -> tuple[MegatronFSDP, list[Tensor]]:
     """Return a model, compiled, and its gradients."""
     torch.compiler.reset()
     model = fully_shard_model(parity.build(factory), fsdp_unit_modules=[zoo.Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
     torch.manual_seed(7 + dist.get_rank())
-    call(torch.randn(512, 8)).backward()
+    call(torch.randn(rows, 8)).backward()
     return model, [param.grad.full_tensor() for param in model.parameters()]
 
 
@@ -76,6 +76,19 @@ def test_gradients_are_the_same(factory: Callable[[], nn.Module], regions: bool)
         assert all(map(torch.equal, gradients, expected)), budget
         if factory is deep and (regions or budget):  # at 0, one graph computes everything again at once
             assert peak(model) < before
+
+
+@on_ranks(2)
+def test_weights_may_be_larger_than_what_is_saved() -> None:
+    """Torch takes a graph's inputs for the least that can be saved, and a region's hold its weights twice."""
+
+    def heavy() -> zoo.Plain:
+        return zoo.Plain(width=128, layers=4)
+
+    model, expected = trained(heavy, rows=8)
+    less, gradients = trained(heavy, rows=8, activation_memory_budget=0.0)
+    assert all(map(torch.equal, gradients, expected))
+    assert peak(less) < peak(model)
 
 
 @pytest.mark.long
@@ -106,6 +119,24 @@ def test_a_memory_budget_saves_what_there_is_room_for() -> None:
     assert all(map(torch.equal, gradients, expected))
     with pytest.raises(Exception, match=r"cannot be kept"):
         trained(deep, memory_budget=1000)
+
+
+@on_ranks(2, timeout=100)
+def test_one_rank_compiles_again() -> None:
+    """For a batch of its own, it takes what all have agreed on, and asks nobody."""
+    tight = peak(trained(deep, prefetch=0, keep_last=False)[0]) - 1
+    torch.compiler.reset()
+    model = fully_shard_model(parity.build(deep), fsdp_unit_modules=[zoo.Block])
+    call = torch.compile(
+        model, backend="mfsdp", dynamic=False, options={"inner": AOT_EAGER, "memory_budget": tight, "report": True}
+    )
+    call(torch.randn(512, 8)).backward()
+    model.zero_grad()
+    call(torch.randn(512 if dist.get_rank() else 256, 8)).backward()
+    records = model.sharded.compiled_graphs
+    assert len(records) == (1 if dist.get_rank() else 2)
+    assert len({record.context.policy.activation_memory_budget for record in records}) == 1
+    assert records[0].context.policy.activation_memory_budget < 1
 
 
 @pytest.mark.parametrize(

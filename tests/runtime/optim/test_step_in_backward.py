@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import values
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
@@ -256,6 +257,54 @@ def test_clipping(mode: str, accumulation: int) -> None:
     trained = check(mode, ahead=False, max_norm=0.01, accumulation=accumulation)
     assert trained.step.grad_norm is not None
     assert trained.step.grad_norm.item() > 0.01
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_scaled_losses(mode: str, max_norm: float | None) -> None:
+    """A step whose gradients are infinite on one rank is skipped on both, and the scale is halved."""
+
+    def run(whole: bool) -> tuple[MegatronFSDP, list[Tensor], list[float]]:
+        model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules=[zoo.Block])
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), flat=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        how: dict[str, Any] = {"backend": None} if mode == EAGER else {"options": {"inner": mode}}
+        call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options=how["options"])
+        step = compile_step(model, optimizer, max_norm=max_norm, scaler=scaler, **how) if whole else None
+        losses, scales = [], []
+        for number, batch in enumerate(parity.batches(6, shape=(3, 8))[:, dist.get_rank()]):
+            batch = batch * (torch.inf if number == 2 and dist.get_rank() == 1 else 1)
+            if step is not None:
+                losses.append(step(batch))
+            else:
+                loss = call(batch)
+                scaler.scale(loss).backward()
+                if max_norm is not None:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            scales.append(scaler.get_scale())
+        if step is not None:
+            assert "scaler" in step.explain() or max_norm is not None
+        return model, losses, scales
+
+    (model, losses, scales), (other, others, other_scales) = run(False), run(True)
+    assert scales == other_scales
+    assert min(scales) < 2.0**8, "a step was skipped"
+    assert all(
+        torch.equal(
+            a,
+            b,
+        )
+        or (a.isnan() and b.isnan())
+        for a, b in zip(losses, others, strict=True)
+    )
+    assert all(map(torch.equal, values(model), values(other)))
+    assert all(value.isfinite().all() for value in values(other))
 
 
 @pytest.mark.long
