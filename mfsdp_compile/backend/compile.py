@@ -27,6 +27,7 @@ from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
+from mfsdp_compile.passes.solver.across_ranks import AgreedOtherwise
 from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
@@ -85,10 +86,10 @@ def mfsdp(
     steers = chosen.steers_schedule or chosen.contradict(owners)
     served = not steers and all(owner.eager.is_in_window for owner in owners)
     if not served:
-        chosen = chosen.with_defaults_of(owners)
+        holds_all = all(set(owner.buckets) <= set(buckets) for owner in owners)
+        chosen = chosen.with_defaults_of(owners, holds_all)
     refused: dict[str, str] = {}
     budgets = chosen.schedule.activation_budgets
-    budgets = budgets[_first_to_try(budgets, owners, str(chosen)) :]
     with (
         _reporting_errors(buckets),
         compat.without_collection(),
@@ -104,8 +105,10 @@ def mfsdp(
                 break
             except compat.NotARegion as error:
                 refused |= {unit: error.reason for unit in record.units_of(error.region)}
+            except AgreedOtherwise as error:
+                budgets = (error.budget,)
             except BudgetError as error:  # on all ranks alike
-                if len(budgets) == 1 or error.is_outgrown:
+                if len(budgets) == 1 or error.is_outgrown or not record.regions:
                     raise
                 budgets = budgets[1:]
             for owner in owners:
@@ -151,16 +154,6 @@ def mfsdp(
             )
 
     return run_served if served else run
-
-
-def _first_to_try(budgets: Sequence[float], owners: Sequence[ShardedModel], options: str) -> int:
-    """Return the position of the ``activation_memory_budget`` with which ranks have agreed before; 0: they have not.
-
-    A rank that compiles again, for a batch of its own, must not ask the others for what they have agreed on.
-    """
-    records = [record for owner in owners for record in owner.compiled_graphs if record.settled is not None]
-    found = [record.context.policy for record in records if record.meeting and record.meeting.options == options]
-    return budgets.index(found[-1].activation_memory_budget) if found else 0
 
 
 @torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
@@ -352,8 +345,9 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            by_regions = record is None or record.regions
-            budget = 1.0 if by_regions else record.context.policy.activation_budgets[0]
+            budget = 1.0
+            if record is not None and not record.regions:  # otherwise it is that of the regions
+                budget = record.context.policy.activation_budgets[0]
             return compat.min_cut_partition(
                 joint, joint_inputs, distinct=roles.DISTINCT, activation_memory_budget=budget, **kwargs
             )

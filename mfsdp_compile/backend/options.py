@@ -102,10 +102,10 @@ class CompileOptions:
         """Return the names of all options."""
         return {f.name for f in (*fields(CompileOptions), *fields(SchedulePolicy))} - {"text", "given"}
 
-    def with_defaults_of(self, models: Sequence[ShardedModel]) -> CompileOptions:
+    def with_defaults_of(self, models: Sequence[ShardedModel], holds_all: bool) -> CompileOptions:
         """Return options whose numbers for the schedule, where they were not given, are those of the models.
 
-        If none was given, the models' schedule file holds, too.
+        If none was given, and the graph holds all of the models (``holds_all``), their schedule file holds, too.
 
         Raises:
             ValueError: Models in one graph have different schedules.
@@ -114,7 +114,8 @@ class CompileOptions:
             return self
         names = [name for name in _OF_MODELS if name not in self.given]
         first, *others = [{name: getattr(model.schedule.policy, name) for name in names} for model in models]
-        texts = [None if self.given else model.schedule.text for model in models]
+        follows = holds_all and all(name.startswith("activation_") for name in self.given)
+        texts = [model.schedule.text if follows else None for model in models]
         if any(other != first for other in others) or any(text != texts[0] for text in texts):
             raise ValueError(
                 "Two models in one compiled graph have different schedules (set_schedule). Give them the same one, or "

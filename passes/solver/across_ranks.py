@@ -102,6 +102,7 @@ class Settled:
         decisions: Decisions about the schedule.
         rank, batch, machine: Rank that found them, its batch, and the machine whose times it used.
         ranks: Number of ranks that agreed.
+        activation_memory_budget: Which part of the bytes that forward would save it saves.
         is_smallest: Whether this is the smallest schedule, because no rank's best schedule fits on all ranks.
     """
 
@@ -110,6 +111,7 @@ class Settled:
     batch: str
     machine: str
     ranks: int
+    activation_memory_budget: float = 1.0
     is_smallest: bool = False
 
     def __str__(self) -> str:
@@ -118,6 +120,18 @@ class Settled:
             f"{self.ranks} ranks agreed on it: {why}decided by rank {self.rank} for {self.batch}, with times of "
             f"{self.machine}"
         )
+
+
+class AgreedOtherwise(Exception):
+    """Ranks have agreed on a schedule for graphs that save another part of what forward would save.
+
+    Args:
+        budget: That ``activation_memory_budget``.
+    """
+
+    def __init__(self, budget: float) -> None:
+        super().__init__(f"ranks have agreed on activation_memory_budget={budget}")
+        self.budget = budget
 
 
 class Meeting(Protocol):
@@ -173,16 +187,22 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
 
     Raises:
         BudgetError: A rank cannot keep to its memory budget. The message names the rank.
+        AgreedOtherwise: The graphs do not save what was agreed on.
         RuntimeError: Other ranks have different graphs, or do not arrive.
     """
     context = problem.plan.context
     names = [info.name for info in context.buckets]
     numbers = [f"#{number}" for number in range(len(names))]
     # The structure has no names, and no number that differs between instances that share code.
-    structure = [meeting.options, replace(context, other_bytes=0).signature, *problem.uses(numbers)]
+    budget = context.policy.activation_budgets[0]
+    plain_context = replace(context, other_bytes=0, policy=replace(context.policy, activation_memory_budget=1.0))
+    structure = [meeting.options, plain_context.signature, *problem.uses(numbers)]
     key = hashlib.sha256("\n".join(structure).encode()).hexdigest()
-    lines = [meeting.options, *(f"bucket {name}" for name in names), *problem.uses(names)]
+    saved = f"activation_memory_budget {budget}"
+    lines = [meeting.options, saved, *(f"bucket {name}" for name in names), *problem.uses(names)]
     known = meeting.known.get(key)
+    if known is not None and known.activation_memory_budget != budget:
+        raise AgreedOtherwise(known.activation_memory_budget)
     if known is None:
         try:
             meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
@@ -240,7 +260,13 @@ def _agree(problem: Problem, meeting: Meeting, topic: str, lines: Sequence[str],
     taken = candidates[number]
     is_smallest = number == len(candidates) - 1
     return Settled(
-        found[number], taken["rank"], taken["batch"], taken["machine"], meeting.ranks, is_smallest and number > 0
+        found[number],
+        taken["rank"],
+        taken["batch"],
+        taken["machine"],
+        meeting.ranks,
+        problem.plan.context.policy.activation_budgets[0],
+        is_smallest and number > 0,
     )
 
 

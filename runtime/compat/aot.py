@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import fx
 from torch._C import _current_autograd_node
 from torch._C._autograd import _get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 from torch.utils.checkpoint import CheckpointPolicy
+
+from .dynamo import copy_graph_module
 
 __all__ = [
     "allow_another_backward",
@@ -149,22 +150,31 @@ def min_cut_partition(
         distinct: Operators (overload packets and higher-order operators) whose calls stay apart even if they have equal
             arguments.
         activation_memory_budget: Which part of the bytes that forward would save it may save; 1: as the program has set
-            it. Random numbers, results of collectives and of higher-order operators are always saved.
+            it. Random numbers, and results of operators that are not torch's own, are saved in any case.
         without_memory: Placeholders whose size says nothing about memory. Torch takes the sum of all for the least that
             can be saved.
         **kwargs: Other arguments of torch's partitioner.
     """
     from functorch.compile import config, min_cut_rematerialization_partition
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_never_merging(distinct))
-        if activation_memory_budget < 1:
-            _keep_from_recomputation(joint.graph)
-            # At 0, torch looks at nothing else, and would draw random numbers again.
-            budget = max(activation_memory_budget, 1e-6)
-            stack.enter_context(config.patch(activation_memory_budget=budget))
-            stack.enter_context(_sized_as_nothing(without_memory))
-        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    with _never_merging(distinct):
+        if activation_memory_budget == 1:
+            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        usual = copy_graph_module(joint)
+        _keep_from_recomputation(joint.graph)
+        # At 0, torch looks at nothing else, and would draw random numbers again.
+        budget = max(activation_memory_budget, 1e-6)
+        patch = config.patch(activation_memory_budget=budget)
+        with patch, _sized_as_nothing(without_memory), contextlib.suppress(AssertionError):
+            found = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            if not any(isinstance(node.meta.get("val"), (tuple, list)) for node in _results(found[0])):
+                return found
+        # Torch wants to save operators of several results as they are, if nothing else could be computed again.
+        return min_cut_rematerialization_partition(usual, joint_inputs, **kwargs)
+
+
+def _results(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.output_node().args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -180,14 +190,20 @@ def _sized_as_nothing(placeholders: Sequence[fx.Node]) -> Iterator[None]:
 
 
 def _keep_from_recomputation(graph: fx.Graph) -> None:
-    """Mark what must not be computed twice. Marks that are there already, of checkpointing, go before."""
+    """Mark what must not be computed twice: random numbers, and operators of which torch does not know what they do.
+
+    What checkpointing is to compute again, it does: its random numbers are drawn from the same state.
+    """
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     for node in graph.nodes:
         target = node.target
-        is_random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-        is_collective = isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
-        if is_random or is_collective or isinstance(target, torch._ops.HigherOrderOperator):
-            for each in (node, *(user for user in node.users if user.target is operator.getitem)):
-                each.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+            continue
+        is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+        if is_known and torch.Tag.nondeterministic_seeded not in target.tags:
+            continue
+        if node.meta.get("recompute") not in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 @contextlib.contextmanager

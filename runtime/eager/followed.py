@@ -9,7 +9,8 @@ from torch import nn
 
 from ..geometry.exchange import Overlap
 from ..memory.bucket import Bucket
-from ..schedule.decisions import Ahead, Decisions
+from ..schedule.decisions import Ahead, Decisions, Limit, Why
+from ..schedule.file import ScheduleText
 from ..schedule.phase import Phase
 from ..schedule.schedule import Schedule
 from .units import EagerUnit
@@ -26,10 +27,11 @@ class FollowedSchedule:
     Attributes:
         ahead, ahead_in_backward: How many units before its use each unit's gather starts.
         furthest: The largest of these numbers.
-        kept: Buckets that stay gathered from forward to backward; None: the buckets' plans and ``keep_last`` say.
+        kept: Whether buckets of a text stay gathered from forward to backward. Of others, their plans and ``keep_last``
+            say so.
         keep_last: Whether the unit that forward uses last stays.
         before_reduction: Units whose gathers start right before a bucket's reduction.
-        in_flight: How many reductions may run when a bucket's has started; of older ones, the oldest are awaited.
+        reductions_in_flight: How many units' reductions may run.
         behind: For buckets of a text: how many later reductions start before theirs is awaited, and whether it is
             awaited right before the last of them starts instead of after it.
         largest_ahead: Largest unit, in gathered bytes, that is gathered ahead.
@@ -43,7 +45,8 @@ class FollowedSchedule:
         self.schedule = schedule
         buckets = [bucket for unit in units for bucket in unit.buckets]
         decided = schedule.decisions([bucket.plan.name for bucket in buckets], [bucket.plan.unit for bucket in buckets])
-        _check_portions(schedule, [buckets[index] for index in decided.portions or ()])
+        if schedule.text is not None:
+            _check_portions(schedule.text, [buckets[index] for index in decided.portions or ()])
         policy, has_text = schedule.policy, schedule.text is not None
 
         def ahead(phase: Phase) -> dict[EagerUnit, int]:
@@ -51,32 +54,28 @@ class FollowedSchedule:
             for unit in units:
                 indices = [buckets.index(bucket) for bucket in unit.buckets]
                 found[unit] = decided.gather(phase, indices, unit.gathered_bytes, policy, overlap.gathers)
+                if phase in decided.gathers and decided.gathers[phase].keys().isdisjoint(indices):
+                    found[unit] = Ahead(0, Why(Limit.FILE))
             return {unit: each.units if each.reduction is None else 0 for unit, each in found.items()}
 
-        unread = list(filter(_is_of_embeddings, units))
         self.ahead, self.ahead_in_backward = ahead(Phase.FORWARD), ahead(Phase.BACKWARD)
-        self.ahead_in_backward |= dict.fromkeys(unread, 0)
+        self.ahead_in_backward |= dict.fromkeys(filter(_is_of_embeddings, units), 0)
         self.furthest = max([*self.ahead.values(), *self.ahead_in_backward.values()], default=0)
-        self.before_reduction = _before_reduction(decided, units)
+        self.before_reduction = _before_reduction(decided, units) if overlap.gathers else {}
         both_ways = {Phase.FORWARD, Phase.BACKWARD} <= decided.gathers.keys()
-        kept = {buckets[index] for index in decided.kept}.difference(*(unit.buckets for unit in unread))
-        self.kept = frozenset(kept) if both_ways else None
+        listed = decided.gathers[Phase.FORWARD] if both_ways else ()
+        self.kept = {buckets[index]: index in decided.kept for index in listed}
         self.keep_last = policy.keep_last
-        in_flight = policy.reductions_in_flight if overlap.reductions else 0
-        self.in_flight: dict[Bucket, int] = {}
-        for unit in units:
-            trained = sum(bucket.plan.requires_grad for bucket in unit.buckets)
-            self.in_flight |= dict.fromkeys(unit.buckets, in_flight * trained)
+        self.reductions_in_flight = policy.reductions_in_flight if overlap.reductions else 0
         self.behind = {buckets[index]: (each.later, each.packed) for index, each in decided.reductions.items()}
-        self.in_flight |= dict.fromkeys(self.behind, sys.maxsize)
         self.largest_in_flight = sys.maxsize if has_text else policy.reduction_bytes
         self.largest_ahead = -1 if not overlap.gathers else sys.maxsize if has_text else policy.prefetch_bytes
 
 
 def _is_of_embeddings(unit: EagerUnit) -> bool:
-    """Whether no backward needs the unit's values. Recomputation does, and gathers them when it reads them."""
+    """Whether no backward needs the unit's values. If one does, such as a recomputation, it gathers them."""
     sites = [site for bucket in unit.buckets for sites in bucket.sites for site in sites]
-    return all(type(site.holder()) is nn.Embedding for site in sites)
+    return all(isinstance(site.holder(), nn.Embedding) for site in sites)
 
 
 def _before_reduction(decided: Decisions, units: Sequence[EagerUnit]) -> dict[Bucket, list[EagerUnit]]:
@@ -89,12 +88,11 @@ def _before_reduction(decided: Decisions, units: Sequence[EagerUnit]) -> dict[Bu
     return found
 
 
-def _check_portions(schedule: Schedule, buckets: Sequence[Bucket]) -> None:
+def _check_portions(text: ScheduleText, buckets: Sequence[Bucket]) -> None:
+    few = text.portions
     for bucket in buckets:
-        assert schedule.text is not None
-        if bucket.plan.portions != schedule.text.portions:
-            few = schedule.text.portions
+        if bucket.plan.portions != few:
             raise ValueError(
-                f"{schedule.text.where}: [backward] gathers portions of {few} for {bucket.plan.name!r}, of which "
+                f"{text.where}: [backward] gathers portions of {few} for {bucket.plan.name!r}, of which "
                 f"forward keeps none. Shard the model with reshard_after_forward={few}, or take the portions out."
             )

@@ -68,6 +68,8 @@ class Gathered:
     """What this rank has sent, if the parameter gathers itself."""
     made: Made | None = None
     """What its class has made of ``full``."""
+    is_saved: bool = False
+    """Whether autograd has saved a part of it for a backward."""
     is_kept: bool = False
     """Whether a forward has left it for its backward, which has not used it yet."""
     is_from_portions: bool = False
@@ -193,6 +195,7 @@ class Gathering:
         self._gathered_by_graphs: set[EagerUnit] = set()  # by compiled code with a schedule of its own
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._order: list[EagerUnit] = []  # of this forward
+        self._early: set[EagerUnit] = set()  # started before a reduction, and not used yet
         self._content_checked: set[Bucket] = set()
         self._abandoned: list[Tensor] = []
         self._learn(self.units)
@@ -279,6 +282,7 @@ class Gathering:
     def _gather_now(self, bucket: Bucket, planes: Planes) -> Gathered:
         """Release idle units, gather the bucket, learn the order, and prefetch. In backward, release what is done."""
         unit = self.unit_of[bucket]
+        self._early.discard(unit)
         for idle in self.states.take_idle(unit):
             self._end_forward_of(idle, is_last=False)
         state = self.gathered.get(bucket)
@@ -320,7 +324,8 @@ class Gathering:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
             # such event, and a hook may read a bucket after it, so these are released when another unit is gathered.
             for other, gathered in list(self.gathered.items()):
-                is_done = other in self.step.complete or not (other.plan.requires_grad or gathered.is_kept)
+                is_waiting = gathered.is_kept or gathered.unit in self._early
+                is_done = other in self.step.complete or not (other.plan.requires_grad or is_waiting)
                 if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self.release_checked(other)
         return state
@@ -347,6 +352,13 @@ class Gathering:
             if each.gathered_bytes <= self.schedule.largest_ahead and each not in self._gathered_by_graphs:
                 self.start(each)
         return following
+
+    def start_before_reduction(self, bucket: Bucket) -> None:
+        """Start the gathers that a schedule file has right before the reduction of a bucket."""
+        for unit in self.schedule.before_reduction.get(bucket, ()):
+            if not self.step.complete.issuperset(unit.buckets) and unit not in self._gathered_by_graphs:
+                self.start(unit)
+                self._early.add(unit)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -408,6 +420,7 @@ class Gathering:
         for unit in self.units:
             self._release(unit)
         self._portions.clear()
+        self._early.clear()
 
     def reset(self) -> None:
         """Release everything that belongs to a running step."""
@@ -415,6 +428,7 @@ class Gathering:
             if self.states[unit] is not UnitState.HELD:
                 self._release(unit)
         self._portions.clear()
+        self._early.clear()
         self.states.end_forward()
         self._order.clear()
 
@@ -441,8 +455,9 @@ class Gathering:
             return
         for bucket in unit.buckets:
             reshard, before_backward = bucket.plan.reshard_after_forward, torch.is_grad_enabled()
-            if (kept := self.schedule.kept) is not None:
-                stays = before_backward and bucket in kept
+            kept = self.schedule.kept.get(bucket)
+            if kept is not None:
+                stays = kept and before_backward and bucket in self.gathered and self.gathered[bucket].is_saved
             else:
                 stays = is_last if reshard is None else before_backward and not reshard
             if stays:

@@ -90,8 +90,8 @@ class Reducing:
         gradients.note_use(bucket, used)
         self._step.owner.grad_sync.use_varies.add(bucket)
         schedule = self._gathering.schedule
-        for unit in schedule.before_reduction.get(bucket, ()):
-            self._gathering.start(unit)
+        if schedule.before_reduction:
+            self._gathering.start_before_reduction(bucket)
         self._started += 1
         self._take_in_due(2 * self._started - 1)
         if bucket.exchange.groups:
@@ -104,9 +104,13 @@ class Reducing:
         self._step.complete.add(bucket)
         self._gathering.release_checked(bucket)
         self._take_in_due(2 * self._started)
-        if not (most := schedule.in_flight[bucket]):
+        if bucket in schedule.behind:
+            return
+        in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
+        if not (in_flight := schedule.reductions_in_flight * in_a_unit):
             self.finish()
-        for oldest in [each for each in self.running if each.due is None][: max(len(self.running) - most, 0)]:
+        undecided = [each for each in self.running if each.due is None]
+        for oldest in undecided[: max(len(undecided) - in_flight, 0)]:
             self._take_in(oldest)
 
     @compat.python_only

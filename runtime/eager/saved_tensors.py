@@ -158,10 +158,12 @@ class SavedTensors:
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in `unpack`.
             return tensor.detach(), tensor._version
-        version, size = self._gathering.gathered[bucket].version, tuple(tensor.shape)
+        state = self._gathering.gathered[bucket]
+        state.is_saved = True
+        version, size = state.version, tuple(tensor.shape)
         offset = tensor.storage_offset()
         if leaf is None:  # the storage may be that of a parameter apart
-            start = compat.storage_address(self._gathering.gathered[bucket].full)
+            start = compat.storage_address(state.full)
             offset = (tensor.data_ptr() - start) // tensor.element_size()
         place = tensor.stride(), offset, tensor.dtype
         return _SavedView(bucket, version, size, *place, -1 if leaf is None else leaf)
@@ -175,7 +177,9 @@ class SavedTensors:
             start = tensor.storage_offset() % bucket.plan.held_numel
             index = next(i for i, slot in enumerate(bucket.plan.layout.slots) if slot.offset == start and slot.numel)
             columns = not compat.transformer_engine.backward_takes_rows()
-            return _SavedPlane(bucket, self._gathering.gathered[bucket].version, index, columns)
+            state = self._gathering.gathered[bucket]
+            state.is_saved = True
+            return _SavedPlane(bucket, state.version, index, columns)
         return None
 
     def _lies_in_a_bucket(self, tensor: Tensor) -> bool:

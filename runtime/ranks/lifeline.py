@@ -28,7 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -113,15 +113,17 @@ class Lifeline:
         if self._store is store:
             return
         self.leave()
-        self._store, self._rank = store, dist.get_rank()
+        self._rank = dist.get_rank()
         self._token = secrets.token_hex(16)  # a neighbor of the earlier ring may connect, or be accepted, only now
         if dist.get_world_size() == 1 or (host := compat.address_towards(store)) is None:
+            self._store = store
             return
         if self._server is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._server = socket.create_server((host, 0), family=family, backlog=MOST)
             threading.Thread(target=self._listen, args=(self._server,), name="mfsdp-lifeline", daemon=True).start()
         store.set(_address_of(self._rank), json.dumps([*self._server.getsockname()[:2], self._token]))
+        self._store = store  # from now on, the other thread looks
 
     def look(self, store: dist.Store) -> None:
         """Connect to the next rank once it is there, and publish neighbors that have ended.
@@ -151,11 +153,12 @@ class Lifeline:
             if not neighbor.is_open():
                 self._neighbors.remove(neighbor)
                 neighbor.connection.close()
+                if any(other.rank == neighbor.rank for other in self._neighbors):
+                    continue  # the other connection will tell
                 if not self._call(store, neighbor.rank):  # else it lives, and has let go of a greeting that came late
                     lost.append(neighbor.rank)
         for rank in lost:
-            ended = Lost(rank, in_order=_address(store, rank) is None)
-            store.append(ENDED, json.dumps(astuple(ended)) + "\n")
+            store.append(ENDED, json.dumps([rank, _address(store, rank)]) + "\n")
 
     def _call(self, store: dist.Store, rank: int) -> bool | None:
         """Connect to a rank. Return whether its process exists; None: unknown, as the network may be at fault."""
@@ -172,12 +175,12 @@ class Lifeline:
         return True
 
     def lost(self, store: dist.Store, ranks: Iterable[int]) -> list[Lost]:
-        """Return those of ``ranks`` that any rank has seen end."""
+        """Return those of ``ranks`` that any rank has seen end, and that have no other address since."""
         if self._server is None or not store.check([ENDED]):
             return []
-        ended = [Lost(*json.loads(line)) for line in store.get(ENDED).decode().splitlines()]
-        found = {each.rank: each for each in ended}
-        return [found[rank] for rank in ranks if rank in found]
+        ended = dict(json.loads(line) for line in store.get(ENDED).decode().splitlines())
+        gone = [rank for rank in ranks if rank in ended and ended[rank] == _address(store, rank)]
+        return [Lost(rank, in_order=ended[rank] is None) for rank in gone]
 
     def leave(self) -> None:
         """Leave the ring in order."""
@@ -185,6 +188,7 @@ class Lifeline:
             if self._server is not None and self._store is not None:
                 with contextlib.suppress(RuntimeError):  # the store's process has ended
                     self._store.set(_address_of(self._rank), json.dumps(None))
+            self._store = None
             self._close()
 
     def _close(self) -> None:

@@ -48,7 +48,7 @@ class ScheduleText:
     """
 
     lines: Mapping[Phase, Sequence[ScheduleLine]] = field(hash=False)
-    where: str = "schedule"
+    where: str = field(default="schedule", compare=False)
 
     @staticmethod
     def load(path: str | Path) -> ScheduleText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from parity import AOT_EAGER, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model
 from mfsdp_compile.backend.options import CompileOptions
@@ -42,6 +44,63 @@ class Summing(zoo.Plain):
     block = SummingBlock
 
 
+@torch.library.custom_op("mfsdp_tests::drop", mutates_args=())
+def drop(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dropout that does not say that it draws random numbers."""
+    mask = torch.rand_like(x) < 0.7
+    return x * mask, mask
+
+
+@drop.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+drop.register_autograd(
+    lambda ctx, of_result, _: of_result * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class CustomBlock(zoo.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return drop(super().forward(x).sin())[0]
+
+
+class Custom(zoo.Plain):
+    block = CustomBlock
+
+
+def _prefers_to_save(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    dropout = torch.ops.aten.native_dropout.default
+    return CheckpointPolicy.PREFER_SAVE if operator == dropout else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class PreferringBlock(DropoutBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _prefers_to_save)
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+class Preferring(zoo.Plain):
+    block = PreferringBlock
+
+
+class NoProductsBlock(nn.Module):
+    """Nothing that torch bans from recomputation, but random numbers."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(x).sin().exp(), 0.3, training=True)
+
+
+class NoProducts(zoo.Plain):
+    block = NoProductsBlock
+
+
 def deep() -> zoo.Plain:
     return zoo.Plain(width=32, layers=4)
 
@@ -51,7 +110,8 @@ def trained(
 ) -> tuple[MegatronFSDP, list[Tensor]]:
     """Return a model, compiled, and its gradients."""
     torch.compiler.reset()
-    model = fully_shard_model(parity.build(factory), fsdp_unit_modules=[zoo.Block])
+    units = [NoProductsBlock if factory is NoProducts else zoo.Block]
+    model = fully_shard_model(parity.build(factory), fsdp_unit_modules=units)
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
     torch.manual_seed(7 + dist.get_rank())
     call(torch.randn(rows, 8)).backward()
@@ -63,9 +123,11 @@ def peak(model: MegatronFSDP) -> int:
     return forecast.predicted(model).peak_bytes
 
 
-@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph")
+@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph", "2-Custom-regions", "2-Preferring-one graph")
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "one graph"])
-@pytest.mark.parametrize("factory", [deep, Dropout, Summing], ids=lambda factory: factory.__name__)
+@pytest.mark.parametrize(
+    "factory", [deep, Dropout, Summing, Custom, Preferring, NoProducts], ids=lambda factory: factory.__name__
+)
 @on_ranks(2)
 def test_gradients_are_the_same(factory: Callable[[], nn.Module], regions: bool) -> None:
     """Random numbers and sums over ranks are not computed again."""

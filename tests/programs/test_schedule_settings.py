@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MegatronFSDP, fsdp2, fully_shard_model
@@ -316,6 +317,34 @@ def test_fsdp2s_setting_is_for_eager_code() -> None:
     sharded = model._mfsdp_window.owner
     assert sharded.eager.schedule.policy.reductions_in_flight == 3
     assert [record.context.policy.reductions_in_flight for record in sharded.compiled_graphs] == [1]
+
+
+@on_ranks(2)
+def test_embeddings_are_not_gathered_for_backward() -> None:
+    """Whatever the schedule, and in copies."""
+
+    class Embedded(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__(layers=2)
+            self.enter = nn.Embedding(9, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.abs().long().clamp(max=8)[:, 0])
+
+    def gathered_in_backward(model: MegatronFSDP) -> list[str]:
+        return [line.bucket for line in done(model)[0].lines[Phase.BACKWARD] if line.what == "gather"]
+
+    model = fully_shard_model(parity.build(Embedded), fsdp_unit_modules=[zoo.Block])
+    blocks = ["blocks.1", "blocks.0"]
+    assert gathered_in_backward(model) == blocks
+    model.set_schedule(prefetch=3)
+    assert gathered_in_backward(model) == blocks
+    forward, backward = str(done(model)[0]).split("[backward]")
+    model.set_schedule(schedule=ScheduleText.parse(f"{forward}[backward]{backward}", "as it was"))
+    loss = model(parity.batches(1)[0, dist.get_rank()])
+    assert "root:before" not in {bucket.plan.name for bucket in model.sharded.eager.gathering.gathered}
+    loss.backward()
+    model.zero_grad()
 
 
 # -- schedule files ---------------------------------------------------------------------------------------------------

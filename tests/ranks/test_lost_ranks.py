@@ -199,3 +199,16 @@ def test_a_connection_that_is_let_go_is_no_lost_rank(monkeypatch: pytest.MonkeyP
         neighbor.connection.close()
     look_at_all([mine], store, lambda: bool(mine.lost(store, [1])))
     mine.leave()
+
+
+def test_a_rank_that_comes_back_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default group is initialized anew over the same store: addresses are withdrawn, and others published."""
+    store = compat.serve_store("127.0.0.1", timedelta(seconds=20))
+    mine, its = a_ring_of_two(monkeypatch, store)
+    its.leave()
+    look_at_all([mine], store, lambda: bool(mine.lost(store, [1])))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    its.join(store)
+    assert mine.lost(store, [1]) == []
+    for line in (mine, its):
+        line.leave()
