@@ -130,7 +130,7 @@ class AgreedOtherwise(Exception):
     """
 
     def __init__(self, budget: float) -> None:
-        super().__init__(f"ranks have agreed on activation_memory_budget={budget}")
+        super().__init__(budget)
         self.budget = budget
 
 
