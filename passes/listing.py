@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.exchange import exchanges_slices, format_of
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from . import roles
 from .changes import points
 from .context import Context
-from .solver.costs import reduced_bytes
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:
@@ -80,10 +80,11 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
                 detail += f", {info.shard_bytes:,} B of each from host memory"
         elif what == "reduce":
             stage = number - 1
-            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.stage_dtype(stage))}"
-            how = {"all_to_all": "exchanged and summed in float32", "all_gather": "gathered"}.get(
-                exchange.collectives[stage], exchange.reduce_op
-            )
+            collective = exchange.collectives[stage]
+            wire = format_of(collective) or _short(exchange.stage_dtype(stage))
+            sent = f"{exchange.stage_bytes(stage):,} B in {wire}"
+            how = "gathered" if collective == "all_gather" else exchange.reduce_op
+            how = "exchanged and summed in float32" if exchanges_slices(collective) else how
             detail = f"{sent}, {how} over {exchange.group_sizes[stage]} ranks"
             if exchange.offload and number == len(exchange.groups):
                 detail += f", {info.shard_bytes:,} B to host memory"

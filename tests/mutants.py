@@ -865,6 +865,17 @@ def slices_not_summed(s: Subject) -> Iterator[Change]:
         yield change
 
 
+def slices_in_another_format(s: Subject) -> Iterator[Change]:
+    """Slices are sent, or decoded, in another format, or as another number of values."""
+    for send in s.graph.find_nodes(op="call_function", target=roles.EXCHANGE_SLICES):
+        if len(send.args) > 3:
+            yield set_arg(send, 3, "float8_e5m2")
+    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
+        if wait.args[2:3] not in ((), ("",)):
+            yield set_arg(wait, 2, "float8_e5m2")
+            yield set_arg(wait, 3, wait.args[3] - 1)
+
+
 def scaled_too_late(s: Subject) -> Iterator[Change]:
     """The sum of float16 gradients may overflow."""
     for reduction in s.packs:
@@ -1386,7 +1397,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
-        *(another_sum_reduced, scaled_too_late, slices_summed_otherwise, slices_not_summed),
+        *(another_sum_reduced, scaled_too_late, slices_summed_otherwise, slices_not_summed, slices_in_another_format),
     ),
     "V10": (
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),

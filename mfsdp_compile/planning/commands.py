@@ -22,7 +22,7 @@ from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
-from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.formats import quantize, wire
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
@@ -53,6 +53,7 @@ _DEGREES = {
 }
 """Options with the numbers of :class:`.Degrees`, in its order."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WIRES = {wire.name_of(dtype): dtype for dtype in wire.DTYPES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grad-comm",
-        choices=DTYPES,
-        help="dtype in which gradients are reduced (grad_comm_dtype), if it is not that in which units compute",
+        choices=DTYPES | WIRES,
+        help="dtype in which gradients are sent (grad_comm_dtype), if it is not that in which units compute; one of 8 "
+        "bits needs --grad-sum float32",
     )
     parser.add_argument(
         "--grad-sum",
@@ -216,7 +218,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy(
-            grad_comm_dtype=DTYPES.get(given.grad_comm), grad_sum_dtype=DTYPES.get(given.grad_sum)
+            grad_comm_dtype=(DTYPES | WIRES).get(given.grad_comm), grad_sum_dtype=DTYPES.get(given.grad_sum)
         )
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
             sent = quantize.dtype_of(scaling)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mfsdp_compile.runtime.formats import quantize
-from mfsdp_compile.runtime.geometry.exchange import stride_of
+from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, exchanges_slices, format_of, stride_of
 
 from ..context import BucketInfo
 from .hardware import Hardware
@@ -152,7 +152,8 @@ class CostModel:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""
         exchange = info.exchange
         ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
-        return collective_seconds(exchange.collectives[stage], reduced_bytes(info, stage), ring, self.hardware)
+        kind = exchange.collectives[stage].partition(":")[0]
+        return collective_seconds(kind, exchange.stage_bytes(stage), ring, self.hardware)
 
     def cast(self, info: BucketInfo) -> float:
         """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if nothing is cast."""
@@ -167,7 +168,7 @@ class CostModel:
         reduced, shard = exchange.stage_dtype(len(exchange.collectives)), info.layout.shard_numel
         casts = reduced != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
-        if self.fused and exchange.collectives[-1:] == ["all_to_all"]:
+        if self.fused and exchange.collectives[-1:] == [EXCHANGE_OF_SLICES]:
             return 0.0  # the kernel that sums the slices does it
         if casts and scales and not self.fused:
             return self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
@@ -176,10 +177,13 @@ class CostModel:
     def summed(self, info: BucketInfo, stage: int) -> float:
         """Return the seconds to sum the slices that a stage of a reduction has exchanged; 0.0 for other stages."""
         exchange = info.exchange
-        if exchange.collectives[stage] != "all_to_all":
+        if not exchanges_slices(exchange.collectives[stage]):
             return 0.0
         ranks, itemsize = exchange.group_sizes[stage], exchange.stage_dtype(stage).itemsize
-        part = reduced_bytes(info, stage) // ranks // itemsize
+        part = exchange.stage_numel(stage) // ranks
+        if format_of(exchange.collectives[stage]):  # decoded, scaled and added one after the other; encoded before
+            encoded = self.moved(part * ranks * (itemsize + 8)) + 2 * self.moved(part * ranks * 8)
+            return encoded + ranks * (self.moved(part * 5) + self.moved(part * 8) + self.moved(part * 12))
         if self.fused:
             return self.moved(part * (ranks * itemsize + 4))
         return self.moved(part * (itemsize + 4)) + (ranks - 1) * self.moved(part * (itemsize + 8))
@@ -255,11 +259,3 @@ def tile_efficiency(batch: int, rows: int, columns: int, multiprocessors: int) -
         occupied = max(tiles, math.ceil(tiles / multiprocessors) * multiprocessors if tiles > multiprocessors else 0)
         best = max(best, batch * rows * columns / (occupied * height * width))
     return best
-
-
-def reduced_bytes(info: BucketInfo, stage: int) -> int:
-    """Return the bytes of the whole tensor of a stage of a bucket's reduction: what is reduced, or gathered."""
-    exchange = info.exchange
-    before = range(stage - (exchange.collectives[stage] == "all_gather"))  # a gather undoes the stage before it
-    scattered = (exchange.group_sizes[i] for i in before if exchange.collectives[i] in ("reduce_scatter", "all_to_all"))
-    return info.layout.numel // math.prod(scattered) * exchange.stage_dtype(stage).itemsize

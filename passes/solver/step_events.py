@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
+from mfsdp_compile.runtime.geometry.exchange import exchanges_slices
 from mfsdp_compile.runtime.schedule.decisions import (
     Behind,
     Decisions,
@@ -345,6 +346,7 @@ class StepOutlines:
             for stage, collective in enumerate(stages):
                 kind, size = info.exchange.collectives[stage], info.exchange.group_sizes[stage]
                 result = {"reduce_scatter": held // size, "all_gather": held * size}.get(kind, held)
+                result = info.exchange.stage_bytes(stage) if exchanges_slices(kind) else result
                 place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
@@ -354,8 +356,8 @@ class StepOutlines:
                 else:
                     place = ahead[following] if how.packed and following > i else behind[following]
                 place.append(Wait(collective))
-                if kind == "all_to_all":  # then the slices are summed
-                    slices, result = result, held // size * 4 // info.exchange.stage_dtype(stage).itemsize
+                if exchanges_slices(kind):  # then the slices are summed
+                    slices, result = result, info.exchange.stage_numel(stage) // size * 4
                     place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, slices)]
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES
+
 from .. import roles
 from ..context import region_of, role_of
 from .analysis import RELEASE, Analysis, CollectiveNode, Findings, StorageRange, arguments
@@ -17,7 +19,7 @@ _OPERATORS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
     torch.ops._c10d_functional.all_reduce.default: "all_reduce",
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
-    roles.EXCHANGE_SLICES: "all_to_all",
+    roles.EXCHANGE_SLICES: EXCHANGE_OF_SLICES,
 }
 
 
@@ -48,6 +50,7 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
             operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            operator = f"{operator}:{given['format']}" if given.get("format") else operator
             got_size = given.get("group_size", size)  # an all-reduce has no size argument
             got_group = given.get("group_name", given.get("group"))
             if (operator, got_size, got_group) != (collective, size, group):

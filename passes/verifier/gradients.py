@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.geometry.exchange import When
+from mfsdp_compile.runtime.geometry.exchange import When, exchanges_slices
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
@@ -130,9 +130,10 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
                 what = f"stage {i + 1} runs {got[0]!r}, inspected: {got[1]}, not {exchange.when[i]!r}, {inspected}"
                 yield what, launch.node, bucket
             for wait in launch.waits:
-                summed = wait.args[1] if wait.target is roles.WAIT_SUMMED else None
-                if summed != (exchange.group_sizes[i] if exchange.collectives[i] == "all_to_all" else None):
-                    yield f"stage {i + 1} is awaited by {wait}, which sums {summed or 'no'} slices", wait, bucket
+                summed = tuple(wait.args[1:]) if wait.target is roles.WAIT_SUMMED else ()
+                right = exchange.sum_arguments(i) if exchanges_slices(exchange.collectives[i]) else ()
+                if summed != right[: len(summed)] or any(right[len(summed) :]) or bool(summed) != bool(right):
+                    yield f"stage {i + 1} is awaited by {wait}, which sums {_slices(*summed)}", wait, bucket
             role = role_of(given["token"]) if "token" in given else None
             if role is not None and role.bucket != bucket:
                 yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket
@@ -148,6 +149,10 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
             if node.name in names and not math.isclose(factor, 1, rel_tol=1e-6):
                 name = layout.slots[index].name if index is not None else None
                 yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
+
+
+def _slices(number: int = 0, format: str = "", numel: int = 0) -> str:
+    return f"{number or 'no'} slices" + (f" of {numel} elements in {format}" if format else "")
 
 
 def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:

@@ -51,12 +51,13 @@
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
     collective.
-``exchange_slices(gradient, group_size, group)``
-    An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. It
-    must be awaited by ``wait_summed``.
-``wait_summed(slices, group_size)``
+``exchange_slices(gradient, group_size, group, format)``
+    An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. With a
+    ``format``, as bytes of :mod:`~mfsdp_compile.runtime.formats.wire`. It must be awaited by ``wait_summed``.
+``wait_summed(slices, group_size, format, numel)``
     Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
-    ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows.
+    ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows, if they have no
+    ``format``. If they have one, ``numel`` are the elements of a slice.
 ``deliver(gradient, at_rest, bucket)``
     Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
     instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
@@ -117,8 +118,8 @@ library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
 )
-library.define("exchange_slices(Tensor gradient, int group_size, str group) -> Tensor")
-library.define("wait_summed(Tensor slices, int group_size) -> Tensor")
+library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='') -> Tensor")
+library.define("wait_summed(Tensor slices, int group_size, str format='', int numel=0) -> Tensor")
 library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..geometry.exchange import Buffers, Exchange, When
+from ..formats import wire
+from ..geometry.exchange import EXCHANGE_OF_SLICES, Buffers, Exchange, When, exchanges_slices, format_of
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
@@ -76,20 +77,25 @@ def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) ->
         return compat.all_reduce(gradient, op, group)
     if collective == "all_gather":
         return compat.all_gather(gradient, size, group)
-    if collective == "all_to_all":
-        return torch.ops.mfsdp.exchange_slices(gradient, size, group)
+    if exchanges_slices(collective):
+        return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective))
     return compat.reduce_scatter(gradient, op, size, group)
 
 
 def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
     """Return the result of a stage of a reduction."""
-    if exchange.collectives[stage] == "all_to_all":
-        return torch.ops.mfsdp.wait_summed(started, exchange.group_sizes[stage])
+    if exchanges_slices(exchange.collectives[stage]):
+        return torch.ops.mfsdp.wait_summed(started, *exchange.sum_arguments(stage))
     return compat.wait_tensor(started)
 
 
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
-def _exchange_slices(gradient: Tensor, group_size: int, group: str) -> Tensor:
+def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
+    if format:
+        sent = wire.encode(gradient, group_size, format)
+        slices = [sent.numel() // group_size] * group_size
+        with profiling.exchanging_slices():
+            return compat.all_to_all(sent, slices, slices, group)
     slice_numel = math.ceil(gradient.numel() / group_size)
     if padding := slice_numel * group_size - gradient.numel():
         gradient = torch.nn.functional.pad(gradient, (0, padding))
@@ -99,12 +105,14 @@ def _exchange_slices(gradient: Tensor, group_size: int, group: str) -> Tensor:
 
 
 @torch.library.register_fake("mfsdp::exchange_slices", lib=library)
-def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str) -> Tensor:
-    return gradient.new_empty(_started_numel(gradient, "all_to_all", group_size))
+def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
+    return _new_result(gradient, f"{EXCHANGE_OF_SLICES}:{format}", group_size)
 
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
-def _wait_summed(slices: Tensor, group_size: int) -> Tensor:
+def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
+    if format:
+        return wire.sum_decoded(compat.wait_tensor(slices), group_size, numel, format)
     first, *others = compat.wait_tensor(slices).chunk(group_size)
     total = first.to(torch.float32, copy=True)
     for other in others:
@@ -113,8 +121,8 @@ def _wait_summed(slices: Tensor, group_size: int) -> Tensor:
 
 
 @torch.library.register_fake("mfsdp::wait_summed", lib=library)
-def _wait_summed_fake(slices: Tensor, group_size: int) -> Tensor:
-    return slices.new_empty(slices.numel() // group_size, dtype=torch.float32)
+def _wait_summed_fake(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
+    return slices.new_empty(numel if format else slices.numel() // group_size, dtype=torch.float32)
 
 
 @torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")
@@ -136,7 +144,7 @@ def _reduce_if_due(
     elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
         to_reduce = None
     if to_reduce is None:
-        return gradient.new_zeros(_started_numel(gradient, collective, group_size))
+        return _new_result(gradient, collective, group_size).zero_()
     if group_size == 1:
         return to_reduce.clone()
     return _start(to_reduce, collective, reduce_op, group_size, group)
@@ -153,16 +161,19 @@ def _reduce_if_due_fake(
     group: str,
     inspected: bool,
 ) -> Tensor:
-    return gradient.new_empty(_started_numel(gradient, collective, group_size))
+    return _new_result(gradient, collective, group_size)
 
 
-def _started_numel(gradient: Tensor, collective: str, group_size: int) -> int:
-    """Return the number of elements of what a collective returns."""
+def _new_result(gradient: Tensor, collective: str, group_size: int) -> Tensor:
+    """Return a tensor like what a collective returns."""
+    numel = gradient.numel()
     if collective == "reduce_scatter":
-        return gradient.numel() // group_size
-    if collective == "all_to_all":
-        return math.ceil(gradient.numel() / group_size) * group_size
-    return gradient.numel() * (group_size if collective == "all_gather" else 1)
+        return gradient.new_empty(numel // group_size)
+    if format_of(collective):
+        return gradient.new_empty(wire.sent_numel(numel, group_size), dtype=torch.uint8)
+    if exchanges_slices(collective):
+        return gradient.new_empty(math.ceil(numel / group_size) * group_size)
+    return gradient.new_empty(numel * (group_size if collective == "all_gather" else 1))
 
 
 @torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")

@@ -330,12 +330,15 @@ def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
 
 
-def inductor_wait_summed(slices: Any, ranks: int) -> Any:
-    """Lower ``mfsdp::wait_summed`` as a wait, and additions in float32 in the order of ranks."""
+def inductor_wait_summed(slices: Any, ranks: int, format: str = "", numel: int = 0) -> Any:
+    """Lower ``mfsdp::wait_summed`` as a wait, and additions in float32 in the order of ranks.
+
+    Slices in an 8-bit format are added by the operator.
+    """
     from torch._inductor import ir, lowering
 
-    if ranks > _MOST_SLICES:
-        return inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks)
+    if ranks > _MOST_SLICES or format:
+        return inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
     awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](slices)
     load, (numel,), ops = awaited.make_loader(), awaited.get_size(), lowering.ops
     part = numel // ranks

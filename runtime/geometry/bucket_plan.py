@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -76,6 +76,7 @@ class BucketPlan:
             none is.
         grad_dtype: Dtype in which gradients are accumulated over microbatches.
         comm_dtype: Dtype in which gradients are reduced.
+        wire: 8-bit format in which slices of gradients are sent; see :mod:`..formats.wire`. "": ``comm_dtype``.
         sums_exactly: Whether ranks exchange slices of gradients and sum them in float32, in the order of ranks.
         reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
         scale: Factor applied to reduced gradients.
@@ -108,6 +109,7 @@ class BucketPlan:
     grad_dtype: torch.dtype
     comm_dtype: torch.dtype
     sums_exactly: bool = False
+    wire: str = ""
     reduce_op: str = "avg"
     scale: float = 1.0
     decoupled: bool = False
@@ -148,7 +150,12 @@ class BucketPlan:
 
     def stages(self, topology: Topology) -> tuple[ReductionStage, ...]:
         """The collectives that reduce the bucket's gradients, in order."""
-        return topology.stages_in_order if self.sums_exactly else topology.stages
+        if not self.sums_exactly:
+            return topology.stages
+        stages = list(topology.stages_in_order)
+        if self.wire and stages and stages[0].group.size > 1:  # later stages send sums
+            stages[0] = replace(stages[0], collective=f"{stages[0].collective}:{self.wire}")
+        return tuple(stages)
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import quantize
+from ..formats import quantize, wire
 
 
 class Buffers(NamedTuple):
@@ -48,6 +48,19 @@ class When(str, Enum):
     ALWAYS = "always"
     IF_DUE = "if due"  # decides for its bucket: gradients accumulate in front of it until a reduction is due
     FOLLOWS = "follows"  # runs if the stage that decides has run
+
+
+EXCHANGE_OF_SLICES = "all_to_all"
+"""A collective of a reduction. Behind a colon, the 8-bit format of what is sent (:mod:`..formats.wire`), if any."""
+
+
+def exchanges_slices(collective: str) -> bool:
+    return collective.startswith(EXCHANGE_OF_SLICES)
+
+
+def format_of(collective: str) -> str:
+    """Return the 8-bit format in which slices are sent. "": they are sent in the dtype that they have."""
+    return collective.partition(":")[2]
 
 
 def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, ...]]:
@@ -93,7 +106,8 @@ class Exchange(_Fields):
         reduce_op: ``"sum"`` or ``"avg"``.
         scale: Factor applied to the reduced gradient.
         collectives: One per stage of the reduction: ``"reduce_scatter"``, ``"all_reduce"``; ``"all_to_all"`` of slices
-            that each rank sums in float32, in the order of ranks; or ``"all_gather"`` of such sums.
+            that each rank sums in float32, in the order of ranks (``"all_to_all:float8_e5m2"``: of slices in this
+            format); or ``"all_gather"`` of such sums.
         when: A :class:`When` for each stage.
         group_sizes, groups: Size and process group of each stage.
         inspected: Whether gradients are inspected before the first stage.
@@ -204,11 +218,29 @@ class Exchange(_Fields):
         ranks, NCCL's algorithm and the network. Ranks that exchange slices send as many bytes, and add in float32. The
         sum of one stage stays in float32: the next sends that.
         """
-        return "all_to_all" in self.collectives
+        return any(map(exchanges_slices, self.collectives))
 
     def stage_dtype(self, stage: int) -> torch.dtype:
         """Dtype that a stage of the reduction sends; after the last stage, that of the reduced gradient."""
-        return torch.float32 if "all_to_all" in self.collectives[:stage] else self.comm_dtype
+        return torch.float32 if any(map(exchanges_slices, self.collectives[:stage])) else self.comm_dtype
+
+    def stage_numel(self, stage: int) -> int:
+        """Elements of the whole tensor of a stage of the reduction: what is reduced, or gathered."""
+        before = range(stage - (self.collectives[stage] == "all_gather"))  # a gather undoes the stage before it
+        kinds = zip(before, self.collectives, self.group_sizes, strict=False)
+        return self.numel // math.prod(n for _, kind, n in kinds if kind == "reduce_scatter" or exchanges_slices(kind))
+
+    def stage_bytes(self, stage: int) -> int:
+        """Bytes of that tensor as it is sent."""
+        numel = self.stage_numel(stage)
+        if format_of(self.collectives[stage]):
+            return wire.sent_numel(numel, self.group_sizes[stage])
+        return numel * self.stage_dtype(stage).itemsize
+
+    def sum_arguments(self, stage: int) -> tuple[int, str, int]:
+        """The arguments of ``wait_summed`` after its tensor."""
+        ranks, format = self.group_sizes[stage], format_of(self.collectives[stage])
+        return ranks, format, math.ceil(self.stage_numel(stage) / ranks) if format else 0
 
     def cast_and_scale(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast and scale a reduced gradient."""

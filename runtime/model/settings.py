@@ -77,8 +77,9 @@ def set_precision(model: ShardedModel, precision: Policies) -> None:
     policies = list(precision)
     for bucket in model.buckets:
         plan = bucket.plan
-        reduced_in = policies[plan.policy].comm_dtype(plan.model_dtype, plan.compute_dtype)
-        bucket.set_plan(replace(plan, comm_dtype=reduced_in))
+        policy = policies[plan.policy]
+        reduced_in = policy.comm_dtype(plan.model_dtype, plan.compute_dtype)
+        bucket.set_plan(replace(plan, comm_dtype=reduced_in, wire=policy.wire))
     model.label_modules()
 
 

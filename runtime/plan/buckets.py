@@ -170,6 +170,7 @@ class BucketPlanner:
             grad_dtype=policy.grad_dtype(dtypes.model),
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
             sums_exactly=sums_exactly,
+            wire=policy.wire,
             policy=dtypes.position,
             reduce_op="avg" if averages else "sum",
             scale=self._scale(is_expert, averages),

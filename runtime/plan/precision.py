@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from .. import compat
-from ..formats import quantize
+from ..formats import quantize, wire
 from ..formats.casts import Casts
 from ..owner import ModuleRef
 
@@ -32,7 +32,9 @@ class MixedPrecisionPolicy:
         main_grads_dtype: Dtype in which gradients are accumulated over microbatches; ``parameter.grad`` shows the sum
             in the parameter's dtype. None: ``main_params_dtype``.
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
-            ``main_grads_dtype`` if given, else the dtype that parameters compute in.
+            ``main_grads_dtype`` if given, else the dtype that parameters compute in. ``torch.float8_e4m3fn``,
+            ``torch.float8_e5m2`` or ``torch.int8``, with ``grad_sum_dtype``: slices are sent in 8 bits, 128 values with
+            a scale, about half of bfloat16's bytes, and each gradient is rounded to them once. It costs accuracy.
         grad_sum_dtype: ``torch.float32``: each rank sends every other rank the slice of its gradients that the other
             one holds, in ``grad_comm_dtype`` (an all-to-all, as many bytes as a reduce-scatter), and adds what it
             receives in float32, in the order of ranks. Sums then depend on the ranks' values alone: not on the network,
@@ -72,7 +74,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if name == "grad_comm_dtype" and isinstance(dtype, str) and dtype == _MAIN:
+            if name == "grad_comm_dtype" and ((isinstance(dtype, str) and dtype == _MAIN) or dtype is torch.int8):
                 continue
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 or_main = ", 'main'" if name == "grad_comm_dtype" else ""
@@ -81,6 +83,17 @@ class MixedPrecisionPolicy:
             raise ValueError(f"grad_sum_dtype takes torch.float32 or None, got {self.grad_sum_dtype!r}")
         if self.grad_sum_dtype is not None and self.grad_comm_dtype == torch.float64:
             raise ValueError("grad_sum_dtype=torch.float32 would round gradients that are sent in torch.float64")
+        if isinstance(self.grad_comm_dtype, torch.dtype) and self.grad_comm_dtype.itemsize < 2:
+            if self.grad_comm_dtype not in wire.DTYPES:
+                raise ValueError(
+                    f"grad_comm_dtype={self.grad_comm_dtype}: of the dtypes below 16 bits, gradients can be sent in "
+                    f"{', '.join(map(str, wire.DTYPES))}"
+                )
+            if self.grad_sum_dtype is None:
+                raise ValueError(
+                    f"grad_comm_dtype={self.grad_comm_dtype} sends gradients in 8 bits, in which no sum would fit: add "
+                    "grad_sum_dtype=torch.float32, so that ranks sum what they receive in float32."
+                )
         for name in ("param_dtype", "output_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
                 raise ValueError(
@@ -155,10 +168,18 @@ class MixedPrecisionPolicy:
         return main if model_dtype.is_complex else self.main_grads_dtype or main
 
     def comm_dtype(self, model_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients are reduced."""
+        """Dtype in which gradients are packed, and reduced if they are not sent in 8 bits."""
         if isinstance(self.grad_comm_dtype, str):
             return self.main_dtype(model_dtype)
+        if self.wire:
+            return self.main_grads_dtype or compute_dtype
         return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
+
+    @property
+    def wire(self) -> str:
+        """8-bit format in which gradients are sent; see :mod:`..formats.wire`. "": none."""
+        dtype = self.grad_comm_dtype
+        return wire.name_of(dtype) if isinstance(dtype, torch.dtype) and dtype in wire.DTYPES else ""
 
     def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Return this policy with another one's values for fields that are at their defaults, but for

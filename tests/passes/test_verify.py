@@ -53,6 +53,7 @@ HAS_ROWS = compat.multiplies_by_rows(torch.device("cpu"))
 """Whether graphs with products in float8 that have scales of rows can run here."""
 OF_ROWS = (mutants.scales_not_folded, mutants.quantized_over_the_other_dimension)
 SUMMED = MixedPrecisionPolicy(grad_sum_dtype=F32)
+IN_EIGHT_BITS = MixedPrecisionPolicy(grad_comm_dtype=torch.int8, grad_sum_dtype=F32)
 MXFP8 = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="mxfp8")
 NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 
@@ -173,6 +174,7 @@ def graphs() -> list[Scheduled]:
             *(_multiplied_by_rows() if HAS_ROWS else ()),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
             *captured("sums in float32", zoo.Plain, "HSDP optim_grads_params", BF16, policy=SUMMED),
+            *captured("8 bits on the wire", zoo.Plain, "HSDP optim_grads_params", policy=IN_EIGHT_BITS),
             *captured("steps in backward", zoo.Uneven, "optim_grads_params", step_in_backward=True),
             *captured("steps in backward", zoo.Plain, "HSDP optim", BF16, step_in_backward=True),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),

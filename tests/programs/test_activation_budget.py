@@ -123,7 +123,7 @@ def peak(model: MegatronFSDP) -> int:
     return forecast.predicted(model).peak_bytes
 
 
-@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph", "2-Custom-regions", "2-Preferring-one graph")
+@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph")
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "one graph"])
 @pytest.mark.parametrize(
     "factory", [deep, Dropout, Summing, Custom, Preferring, NoProducts], ids=lambda factory: factory.__name__

@@ -414,7 +414,7 @@ needs_penalties = pytest.mark.skipif(
 
 
 @needs_penalties
-@pytest.mark.long_if("2-aot_eager-_penalty_first")
+@pytest.mark.long_if("2-aot_eager-*")
 @pytest.mark.parametrize("loss", [_with_penalty, _penalty_first])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -665,6 +665,7 @@ def test_one_rank(mode: str) -> None:
     check(mode, ahead=mode != EAGER)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_reductions_that_are_awaited_at_once() -> None:
     """A gradient may arrive before the last reader of the shard."""
