@@ -47,13 +47,15 @@ def trained(policy: dict[str, Any], seed: int, steps: int, rank: int) -> float:
         fsdp_unit_modules=[Block],
         mixed_precision_policy=MixedPrecisionPolicy(**policy),
     )
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), flat=True)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=5e-4), flat=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=20)
     mine = slice(rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS)
     for step in range(steps):
         tokens, targets = text.batch(step, BATCH)
         model(tokens[mine], targets[mine]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     with torch.no_grad():
         losses = [model(*held_out.batch(number, BATCH)).item() for number in range(16)]
@@ -86,7 +88,7 @@ def work(rank: int, store: str, steps: int, out: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", default="", help="a JSON file to write")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,8 @@ from torch import Tensor
 BLOCK = 128
 """Values that share a scale."""
 _RECORD = BLOCK + 4
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Smaller numbers have few digits, or are zero on devices that flush them. Values of such blocks count as zeros."""
 _LARGEST = {
     torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max,
     torch.float8_e5m2: torch.finfo(torch.float8_e5m2).max,
@@ -52,7 +54,8 @@ def encode(values: Tensor, ranks: int, name: str) -> Tensor:
     blocks = F.pad(slices, (0, -numel % BLOCK)).view(ranks, -1, BLOCK).to(torch.float32)
     largest = blocks.abs().amax(-1, keepdim=True)
     # True divisions: CUDA turns one by a number into a product with its reciprocal.
-    scales = torch.where(largest == 0, 1.0, torch.div(largest, torch.full_like(largest, _LARGEST[dtype])))
+    scales = torch.div(largest, torch.full_like(largest, _LARGEST[dtype]))
+    scales = torch.where(scales < _LEAST_SCALE, 1.0, scales)
     scaled = blocks / scales
     data = scaled.round().nan_to_num(0.0).to(dtype) if dtype is torch.int8 else scaled.to(dtype)
     parts = data.view(torch.uint8).view(ranks, -1), scales.view(torch.uint8).view(ranks, -1)

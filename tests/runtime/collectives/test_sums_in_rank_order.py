@@ -327,7 +327,6 @@ def test_bytes_of_eight_bits() -> None:
     assert {call.args[0].dtype for call in exchanged.call_args_list} == {torch.uint8}
 
 
-@on_ranks(2)
 def test_values_that_are_not_finite_stay_visible() -> None:
     for format in ("float8_e4m3fn", "float8_e5m2", "int8"):
         for value in (torch.inf, torch.nan):
@@ -337,6 +336,16 @@ def test_values_that_are_not_finite_stay_visible() -> None:
             assert not total[200].isfinite()
             assert total[:128].eq(1).all()
             assert total[256:].eq(1).all()
+
+
+def test_tiny_values_count_as_zeros() -> None:
+    """Their scale would have few digits, or none."""
+    for format in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        for largest in (0.0, 1e-45, 2.9e-43, 1e-38):
+            values = torch.full((128,), largest)
+            assert not wire.sum_decoded(wire.encode(values, 1, format), 1, 128, format).any()
+        small = torch.full((128,), 1e-30)
+        assert torch.allclose(wire.sum_decoded(wire.encode(small, 1, format), 1, 128, format), small, rtol=1e-3, atol=0)
 
 
 @pytest.mark.slow
