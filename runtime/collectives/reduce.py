@@ -73,13 +73,13 @@ def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor
 
 
 def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) -> Tensor:
+    if collective == "reduce_scatter":
+        return compat.reduce_scatter(gradient, op, size, group)
     if collective == "all_reduce":
         return compat.all_reduce(gradient, op, group)
     if collective == "all_gather":
         return compat.all_gather(gradient, size, group)
-    if exchanges_slices(collective):
-        return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective))
-    return compat.reduce_scatter(gradient, op, size, group)
+    return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective))
 
 
 def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:

@@ -174,7 +174,8 @@ def min_cut_partition(
 
 
 def _results(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.output_node().args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    (results,) = module.graph.output_node().args
+    return [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -385,9 +385,8 @@ class Gathering:
         self._gathered_by_graphs.update(self.unit_of[bucket] for bucket in buckets)
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
-        pairs = list(itertools.pairwise(order))
-        self._next = dict(pairs)
-        self._previous = {later: earlier for earlier, later in pairs}
+        self._next = dict(itertools.pairwise(order))
+        self._previous = {later: earlier for earlier, later in itertools.pairwise(order)}
 
     # -- release ------------------------------------------------------------------------------------------------------
 
@@ -454,15 +453,14 @@ class Gathering:
         if self.states[unit] is UnitState.HELD:
             return
         for bucket in unit.buckets:
-            reshard, before_backward = bucket.plan.reshard_after_forward, torch.is_grad_enabled()
-            kept = self.schedule.kept.get(bucket)
-            if kept is not None:
-                stays = kept and before_backward and bucket in self.gathered and self.gathered[bucket].is_saved
-            else:
-                stays = is_last if reshard is None else before_backward and not reshard
+            reshard, state = bucket.plan.reshard_after_forward, self.gathered.get(bucket)
+            before_backward = state is not None and torch.is_grad_enabled()
+            stays = is_last if reshard is None else before_backward and not reshard
+            if (kept := self.schedule.kept.get(bucket)) is not None:
+                stays = kept and before_backward and state is not None and state.is_saved
             if stays:
                 continue
-            if reshard and before_backward and bucket in self.gathered:
+            if reshard and before_backward:
                 self._keep_portion(bucket)
             self.release_checked(bucket)
 

@@ -6,7 +6,8 @@ A packed gradient is sent in slices, one to each rank, with the scales of its bl
 
 A value is sent as ``round(value / scale)``, where the scale maps the largest absolute value of the block to the largest
 finite value of the format. Rounding is to the nearest, ties to even. Zeros fill a slice's last block.
-Values that are not finite stay visible: they make their block NaN. Blocks follow the bucket's layout, so what shares a
+Values that are not finite stay visible: they make their block NaN. Blocks whose scale would be no normal number, below
+1e-35, count as zeros. Blocks follow the bucket's layout, so what shares a
 scale depends on the layout, and not on how many microbatches or collectives there are.
 
 After the blockwise quantization of DeepSeek-V3 and of ZeRO++'s qgZ, which sends gradients in blocks of integers.
@@ -48,18 +49,30 @@ def sent_numel(numel: int, ranks: int) -> int:
 
 
 def encode(values: Tensor, ranks: int, name: str) -> Tensor:
-    """Return what is sent for ``values``, ``[numel]``: bytes, ``[sent_numel(numel, ranks)]``."""
-    dtype, numel = _BY_NAME[name], math.ceil(values.numel() / ranks)
-    slices = F.pad(values, (0, numel * ranks - values.numel())).view(ranks, numel)
-    blocks = F.pad(slices, (0, -numel % BLOCK)).view(ranks, -1, BLOCK).to(torch.float32)
-    largest = blocks.abs().amax(-1, keepdim=True)
+    """Return what is sent for ``values``, ``[numel]``: bytes, ``[sent_numel(numel, ranks)]``.
+
+    Slices are encoded one after the other: in float32, one slice at a time is in memory.
+    """
+    numel = math.ceil(values.numel() / ranks)
+    sent = values.new_empty(ranks, sent_numel(numel, 1), dtype=torch.uint8)
+    for rank, message in enumerate(sent):
+        mine = values[rank * numel : (rank + 1) * numel]
+        data = -(-numel // BLOCK) * BLOCK
+        _encode(F.pad(mine, (0, data - mine.numel())), _BY_NAME[name], message[:data], message[data:])
+    return sent.view(-1)
+
+
+def _encode(values: Tensor, dtype: torch.dtype, data: Tensor, scale_bytes: Tensor) -> None:
+    blocks = values.view(-1, BLOCK).to(torch.float32)
+    largest = blocks.abs().amax(1, keepdim=True)
     # True divisions: CUDA turns one by a number into a product with its reciprocal.
     scales = torch.div(largest, torch.full_like(largest, _LARGEST[dtype]))
     scales = torch.where(scales < _LEAST_SCALE, 1.0, scales)
-    scaled = blocks / scales
-    data = scaled.round().nan_to_num(0.0).to(dtype) if dtype is torch.int8 else scaled.to(dtype)
-    parts = data.view(torch.uint8).view(ranks, -1), scales.view(torch.uint8).view(ranks, -1)
-    return torch.cat(parts, 1).view(-1)
+    scaled = blocks.div(scales)
+    if dtype is torch.int8:
+        scaled.round_().nan_to_num_(0.0)  # the scale of such a block is no number
+    data.copy_(scaled.to(dtype).view(torch.uint8).view(-1))
+    scale_bytes.copy_(scales.view(torch.uint8).view(-1))
 
 
 def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:

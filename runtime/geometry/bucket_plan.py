@@ -153,8 +153,9 @@ class BucketPlan:
         if not self.sums_exactly:
             return topology.stages
         stages = list(topology.stages_in_order)
-        if self.wire and stages and stages[0].group.size > 1:  # later stages send sums
-            stages[0] = replace(stages[0], collective=f"{stages[0].collective}:{self.wire}")
+        first = next((i for i, stage in enumerate(stages) if stage.group.size > 1), None)
+        if self.wire and first is not None:  # later stages send sums
+            stages[first] = replace(stages[first], collective=f"{stages[first].collective}:{self.wire}")
         return tuple(stages)
 
     def exchange(self, topology: Topology) -> Exchange:

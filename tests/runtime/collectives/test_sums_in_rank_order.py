@@ -14,6 +14,7 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
@@ -281,7 +282,7 @@ def as_sent(packed: list[Tensor], format: str) -> Tensor:
 @on_ranks(4)
 def test_eight_bits_on_the_wire(strategy: str, mode: str, format: str) -> None:
     """To the bit what one process computes from the ranks' gradients, packed as buckets are."""
-    model, call = make(strategy, mode, getattr(torch, format))
+    model, call = make(strategy, mode, getattr(torch, format), fsdp_double_buffer=format == "float8_e5m2")
     data = batches(2)
     for number, micro in enumerate(data):
         model.is_last_microbatch = number == 1
@@ -336,6 +337,32 @@ def test_values_that_are_not_finite_stay_visible() -> None:
             assert not total[200].isfinite()
             assert total[:128].eq(1).all()
             assert total[256:].eq(1).all()
+
+
+@pytest.mark.parametrize("arguments", [{"report_nan_in_param_grad": True}, {"zero_dp_strategy": "optim"}])
+@on_ranks(2)
+def test_the_first_stage_of_several_ranks_is_in_eight_bits(arguments: dict[str, Any]) -> None:
+    """Stages of one rank only wait, or look at gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    both = mesh["outer", "inner"]._flatten("both").get_group()
+    dims = {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "hybrid_fsdp_group": both}
+    policy = MixedPrecisionPolicy(grad_comm_dtype=torch.int8, grad_sum_dtype=F32)
+    model = fully_shard_model(
+        parity.build(zoo.Uneven),
+        fsdp_unit_modules=[zoo.Block],
+        device_mesh=mesh,
+        mixed_precision_policy=policy,
+        **dims,
+        **arguments,
+    )
+    with mock.patch.object(compat, "all_to_all", wraps=compat.all_to_all) as exchanged:
+        model(batches(1)[0, dist.get_rank()]).backward()
+    assert {call.args[0].dtype for call in exchanged.call_args_list} == {torch.uint8}
+    alone = parity.build(zoo.Uneven)
+    exact = [sum(each) / 2 for each in zip(*(_gradients(alone, one) for one in batches(1)[0]), strict=True)]
+    for param, right in zip(model.parameters(), exact, strict=True):
+        largest = right.abs().max()
+        torch.testing.assert_close(param.grad.full_tensor(), right, rtol=0, atol=float(largest) / 40)
 
 
 def test_tiny_values_count_as_zeros() -> None:
