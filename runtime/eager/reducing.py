@@ -93,7 +93,8 @@ class Reducing:
         if schedule.before_reduction:
             self._gathering.start_before_reduction(bucket)
         self._started += 1
-        self._take_in_due(2 * self._started - 1)
+        if schedule.behind:
+            self._take_in_due(2 * self._started - 1)
         if bucket.exchange.groups:
             size, most = bucket.plan.gathered_bytes, schedule.largest_in_flight
             while self.running and size + sum(each.bucket.plan.gathered_bytes for each in self.running) > most:
@@ -103,7 +104,8 @@ class Reducing:
             self._accumulate(bucket, packed, used)
         self._step.complete.add(bucket)
         self._gathering.release_checked(bucket)
-        self._take_in_due(2 * self._started)
+        if schedule.behind:
+            self._take_in_due(2 * self._started)
         if bucket in schedule.behind:
             return
         in_a_unit = sum(other.plan.requires_grad for other in self._gathering.unit_of[bucket].buckets)
