@@ -92,7 +92,10 @@ def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.long
 def test_a_plan_with_steps_in_backward_is_what_the_compiler_does() -> None:
-    """The step's time is the same. Gradients of one bucket at a time are in memory, and none when backward ends."""
+    """Gradients of one bucket at a time are in memory, and none when backward ends. The step takes no longer.
+
+    It may be a little shorter: an update in backward hides communication.
+    """
     jobs = [Job(llama(10), CPU, solved=False, step_in_backward=steps) for steps in (False, True)]
     before, row = (planned(job, traced_llama(10), Candidate(ZERO3, 4)) for job in jobs)
     assert before.timeline is not None
@@ -100,7 +103,7 @@ def test_a_plan_with_steps_in_backward_is_what_the_compiler_does() -> None:
     real, _ = compiled_llama(jobs[1], step_in_backward=True)
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
-    assert row.timeline.seconds == pytest.approx(before.timeline.seconds, rel=1e-6)
+    assert 0.99 * before.timeline.seconds <= row.timeline.seconds <= before.timeline.seconds * (1 + 1e-6)
     for timeline, gone in ((before.timeline, False), (row.timeline, True), (real, True)):
         assert timeline.memory is not None
         gradients = timeline.memory.parts[Category.GRADIENTS]
