@@ -865,11 +865,15 @@ def slices_not_summed(s: Subject) -> Iterator[Change]:
         yield change
 
 
-def slices_in_another_format(s: Subject) -> Iterator[Change]:
-    """Slices are sent, or decoded, in another format, or as another number of values."""
+def slices_sent_in_another_format(s: Subject) -> Iterator[Change]:
+    """Other ranks decode what they were not sent."""
     for send in s.graph.find_nodes(op="call_function", target=roles.EXCHANGE_SLICES):
         if len(send.args) > 3:
             yield set_arg(send, 3, "float8_e5m2")
+
+
+def slices_in_another_format(s: Subject) -> Iterator[Change]:
+    """Slices are decoded in another format, or as another number of values."""
     for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
         if wait.args[2:3] not in ((), ("",)):
             yield set_arg(wait, 2, "float8_e5m2")
@@ -1385,7 +1389,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V6": (
         *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
-        *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all),
+        *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all, slices_sent_in_another_format),
     ),
     "V7": (
         *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),
