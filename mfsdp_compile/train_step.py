@@ -51,7 +51,7 @@ def compile_step(
         accumulation: Number of microbatches of each step. Call :meth:`TrainStep.accumulate` for all but the last one.
             Losses are divided by it.
         scaler: Scales losses, for training in float16; it unscales gradients before they are clipped, decides whether
-            the step is taken, and is updated. One that is disabled counts as None.
+            the step is taken, and is updated.
         backend: Backend of ``torch.compile`` for ``loss_fn`` with the model; None: run it eagerly.
         options: Options of the backend.
         compile_arguments: Further arguments of ``torch.compile``.
@@ -68,7 +68,7 @@ def compile_step(
         raise ValueError(f"compile_step takes max_norm above 0, or None for gradients as they are, got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"compile_step takes scaler as a torch.amp.GradScaler, got a {type(scaler).__name__}")
-    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)  # which does nothing
     return TrainStep(
         model, optimizer, loss_fn, max_norm, accumulation, scaler, backend, dict(options or {}), compile_arguments
     )
@@ -89,7 +89,7 @@ class TrainStep:
         loss_fn: LossFunction | None,
         max_norm: float | None,
         accumulation: int,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler,
         backend: str | None,
         options: dict[str, Any],
         compile_arguments: dict[str, Any],
@@ -119,7 +119,7 @@ class TrainStep:
 
     @property
     def _steps_in_backward(self) -> bool:
-        return self._in_backward is not None and self._max_norm is None and self._scaler is None
+        return self._in_backward is not None and self._max_norm is None and not self._scaler.is_enabled()
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
         """Take a step: forward, backward, the optimizer's step and ``zero_grad``. A collective.
@@ -172,7 +172,7 @@ class TrainStep:
         """Describe where buckets are stepped: in backward or after it, and why."""
         if self._max_norm is not None:
             return f"all buckets are stepped after the backward: max_norm={self._max_norm} needs all gradients first"
-        if self._scaler is not None:
+        if self._scaler.is_enabled():
             return "all buckets are stepped after the backward: the scaler looks at all gradients first"
         if self._in_backward is None:
             name = type(self._optimizer).__name__
@@ -196,22 +196,18 @@ class TrainStep:
                 f"a tuple that begins with it; got {_described(loss)}."
             )
         loss = loss / self._accumulation if self._accumulation > 1 else loss
-        loss = self._scaler.scale(loss) if self._scaler is not None else loss
+        loss = self._scaler.scale(loss)
         if ahead is not None and loss.grad_fn is not None:
             loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
         loss.backward()
 
     def _step(self) -> None:
         if self._max_norm is not None:
-            if self._scaler is not None:
-                self._scaler.unscale_(self._optimizer)
+            self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
-        if self._scaler is not None:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        else:
-            self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad()
 
     @contextlib.contextmanager

@@ -86,8 +86,7 @@ def mfsdp(
     steers = chosen.steers_schedule or chosen.contradict(owners)
     served = not steers and all(owner.eager.is_in_window for owner in owners)
     if not served:
-        holds_all = all(set(owner.buckets) <= set(buckets) for owner in owners)
-        chosen = chosen.with_defaults_of(owners, holds_all)
+        chosen = chosen.with_defaults_of(owners, _hold_all(buckets, owners))
     refused: dict[str, str] = {}
     budgets = chosen.schedule.activation_budgets
     with (
@@ -154,6 +153,10 @@ def mfsdp(
             )
 
     return run_served if served else run
+
+
+def _hold_all(buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool:
+    return all(set(owner.buckets) <= set(buckets) for owner in owners)
 
 
 @torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
@@ -232,7 +235,7 @@ def prepare(
             for bucket in buckets
         ),
         policy=policy_for(policy or chosen.schedule, buckets),
-        whole_model=not served and all(set(owner.buckets) <= set(buckets) for owner in owners),
+        whole_model=not served and _hold_all(buckets, owners),
         float32_gradients=chosen.float32_gradients,
         overlap=Overlap(
             gathers=all(owner.overlap.gathers for owner in owners),

@@ -80,9 +80,6 @@ def trace(
         without_memory=anchors,
         num_fwd_outputs=outputs,
     )
-    shown = list(forward.graph.find_nodes(op="placeholder"))[: 2 * len(anchors) : 2]
-    for anchor, placeholder in zip(anchors, shown, strict=True):
-        placeholder.meta["val"] = anchor.meta["val"]
     if len(forward.graph.find_nodes(op="placeholder")) != len(operands):
         raise NotARegion(body.name, "torch passes the state of random numbers to it")  # CUDA, with checkpoints
     needs, gradients = _connect(forward.graph, backward.graph, body)

@@ -26,7 +26,13 @@ from dataclasses import dataclass, field
 import torch
 
 from mfsdp_compile.runtime.formats import quantize
-from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, exchanges_slices, format_of, stride_of
+from mfsdp_compile.runtime.geometry.exchange import (
+    EXCHANGE_OF_SLICES,
+    exchanges_slices,
+    format_of,
+    kind_of,
+    stride_of,
+)
 
 from ..context import BucketInfo
 from .hardware import Hardware
@@ -152,8 +158,9 @@ class CostModel:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""
         exchange = info.exchange
         ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
-        kind = exchange.collectives[stage].partition(":")[0]
-        return collective_seconds(kind, exchange.stage_bytes(stage), ring, self.hardware)
+        return collective_seconds(
+            kind_of(exchange.collectives[stage]), exchange.stage_bytes(stage), ring, self.hardware
+        )
 
     def cast(self, info: BucketInfo) -> float:
         """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if nothing is cast."""

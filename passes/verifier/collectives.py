@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES
+from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, in_format
 
 from .. import roles
 from ..context import region_of, role_of
@@ -49,8 +49,8 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
         stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
-            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
-            operator = f"{operator}:{given['format']}" if given.get("format") else operator
+            plain = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            operator = in_format(str(plain), given.get("format", ""))
             got_size = given.get("group_size", size)  # an all-reduce has no size argument
             got_group = given.get("group_name", given.get("group"))
             if (operator, got_size, got_group) != (collective, size, group):

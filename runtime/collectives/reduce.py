@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import compat
 from ..formats import wire
-from ..geometry.exchange import EXCHANGE_OF_SLICES, Buffers, Exchange, When, exchanges_slices, format_of
+from ..geometry.exchange import EXCHANGE_OF_SLICES, Buffers, Exchange, When, exchanges_slices, format_of, in_format
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
@@ -91,22 +91,19 @@ def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
 
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
 def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
+    sent = gradient
     if format:
         sent = wire.encode(gradient, group_size, format)
-        slices = [sent.numel() // group_size] * group_size
-        with profiling.exchanging_slices():
-            return compat.all_to_all(sent, slices, slices, group)
-    slice_numel = math.ceil(gradient.numel() / group_size)
-    if padding := slice_numel * group_size - gradient.numel():
-        gradient = torch.nn.functional.pad(gradient, (0, padding))
-    slices = [slice_numel] * group_size
+    elif padding := -gradient.numel() % group_size:
+        sent = torch.nn.functional.pad(gradient, (0, padding))
+    slices = [sent.numel() // group_size] * group_size
     with profiling.exchanging_slices():
-        return compat.all_to_all(gradient, slices, slices, group)
+        return compat.all_to_all(sent, slices, slices, group)
 
 
 @torch.library.register_fake("mfsdp::exchange_slices", lib=library)
 def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
-    return _new_result(gradient, f"{EXCHANGE_OF_SLICES}:{format}", group_size)
+    return _new_result(gradient, in_format(EXCHANGE_OF_SLICES, format), group_size)
 
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")

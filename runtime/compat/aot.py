@@ -165,8 +165,12 @@ def min_cut_partition(
         # At 0, torch looks at nothing else, and would draw random numbers again.
         budget = max(activation_memory_budget, 1e-6)
         patch = config.patch(activation_memory_budget=budget)
+        sizes = {node.name: node.meta["val"] for node in without_memory}
         with patch, _sized_as_nothing(without_memory), contextlib.suppress(AssertionError):
             found = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            for placeholder in found[0].graph.find_nodes(op="placeholder"):
+                if placeholder.name in sizes:
+                    placeholder.meta["val"] = sizes[placeholder.name]
             if not any(isinstance(node.meta.get("val"), (tuple, list)) for node in _results(found[0])):
                 return found
         # Torch wants to save operators of several results as they are, if nothing else could be computed again.

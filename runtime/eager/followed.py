@@ -9,7 +9,7 @@ from torch import nn
 
 from ..geometry.exchange import Overlap
 from ..memory.bucket import Bucket
-from ..schedule.decisions import Ahead, Decisions, Limit, Why
+from ..schedule.decisions import Decisions
 from ..schedule.file import ScheduleText
 from ..schedule.phase import Phase
 from ..schedule.schedule import Schedule
@@ -49,16 +49,17 @@ class FollowedSchedule:
             _check_portions(schedule.text, [buckets[index] for index in decided.portions or ()])
         policy, has_text = schedule.policy, schedule.text is not None
 
-        def ahead(phase: Phase) -> dict[EagerUnit, int]:
-            found: dict[EagerUnit, Ahead] = {}
-            for unit in units:
-                indices = [buckets.index(bucket) for bucket in unit.buckets]
-                found[unit] = decided.gather(phase, indices, unit.gathered_bytes, policy, overlap.gathers)
-                if phase in decided.gathers and decided.gathers[phase].keys().isdisjoint(indices):
-                    found[unit] = Ahead(0, Why(Limit.FILE))
-            return {unit: each.units if each.reduction is None else 0 for unit, each in found.items()}
+        number = {bucket: index for index, bucket in enumerate(buckets)}
 
-        self.ahead, self.ahead_in_backward = ahead(Phase.FORWARD), ahead(Phase.BACKWARD)
+        def ahead(unit: EagerUnit, phase: Phase) -> int:
+            indices = [number[bucket] for bucket in unit.buckets]
+            if phase in decided.gathers and decided.gathers[phase].keys().isdisjoint(indices):
+                return 0
+            found = decided.gather(phase, indices, unit.gathered_bytes, policy, overlap.gathers)
+            return found.units if found.reduction is None else 0
+
+        self.ahead = {unit: ahead(unit, Phase.FORWARD) for unit in units}
+        self.ahead_in_backward = {unit: ahead(unit, Phase.BACKWARD) for unit in units}
         self.ahead_in_backward |= dict.fromkeys(filter(_is_of_embeddings, units), 0)
         self.furthest = max([*self.ahead.values(), *self.ahead_in_backward.values()], default=0)
         self.before_reduction = _before_reduction(decided, units) if overlap.gathers else {}

@@ -6,9 +6,10 @@ A packed gradient is sent in slices, one to each rank, with the scales of its bl
 
 A value is sent as ``round(value / scale)``, where the scale maps the largest absolute value of the block to the largest
 finite value of the format. Rounding is to the nearest, ties to even. Zeros fill a slice's last block.
-Values that are not finite stay visible: they make their block NaN. Blocks whose scale would be no normal number, below
-1e-35, count as zeros. Blocks follow the bucket's layout, so what shares a
-scale depends on the layout, and not on how many microbatches or collectives there are.
+
+Values that are not finite stay visible: they make their block NaN. Blocks of values below 1e-35 count as zeros, because
+their scale would not be a normal number. Blocks follow the bucket's layout, so what shares a scale depends on the
+layout, and not on how many microbatches or collectives there are.
 
 After the blockwise quantization of DeepSeek-V3 and of ZeRO++'s qgZ, which sends gradients in blocks of integers.
 """
@@ -54,10 +55,10 @@ def encode(values: Tensor, ranks: int, name: str) -> Tensor:
     Slices are encoded one after the other: in float32, one slice at a time is in memory.
     """
     numel = math.ceil(values.numel() / ranks)
+    data = math.ceil(numel / BLOCK) * BLOCK
     sent = values.new_empty(ranks, sent_numel(numel, 1), dtype=torch.uint8)
     for rank, message in enumerate(sent):
         mine = values[rank * numel : (rank + 1) * numel]
-        data = -(-numel // BLOCK) * BLOCK
         _encode(F.pad(mine, (0, data - mine.numel())), _BY_NAME[name], message[:data], message[data:])
     return sent.view(-1)
 

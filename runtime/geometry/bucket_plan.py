@@ -11,7 +11,7 @@ from torch import nn
 from ..formats import forms, quantize
 from ..formats.extension import FORM
 from ..owner import ModuleRef, refuse_dropped
-from .exchange import NO_BUFFERS, Buffers, Exchange
+from .exchange import NO_BUFFERS, Buffers, Exchange, in_format
 from .layout import BucketLayout
 from .topology import ReductionStage, Topology
 
@@ -155,7 +155,7 @@ class BucketPlan:
         stages = list(topology.stages_in_order)
         first = next((i for i, stage in enumerate(stages) if stage.group.size > 1), None)
         if self.wire and first is not None:  # later stages send sums
-            stages[first] = replace(stages[first], collective=f"{stages[first].collective}:{self.wire}")
+            stages[first] = replace(stages[first], collective=in_format(stages[first].collective, self.wire))
         return tuple(stages)
 
     def exchange(self, topology: Topology) -> Exchange:

@@ -55,12 +55,22 @@ EXCHANGE_OF_SLICES = "all_to_all"
 
 
 def exchanges_slices(collective: str) -> bool:
-    return collective.startswith(EXCHANGE_OF_SLICES)
+    return kind_of(collective) == EXCHANGE_OF_SLICES
 
 
 def format_of(collective: str) -> str:
     """Return the 8-bit format in which slices are sent. "": they are sent in the dtype that they have."""
     return collective.partition(":")[2]
+
+
+def in_format(collective: str, format: str) -> str:
+    """Return a collective that sends in an 8-bit format; "": in the dtype of what is sent."""
+    return f"{collective}:{format}" if format else collective
+
+
+def kind_of(collective: str) -> str:
+    """Return a collective without its format."""
+    return collective.partition(":")[0]
 
 
 def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, ...]]:

@@ -155,7 +155,7 @@ class Lifeline:
                 neighbor.connection.close()
                 if any(other.rank == neighbor.rank for other in self._neighbors):
                     continue  # the other connection will tell
-                if not self._call(store, neighbor.rank):  # else it lives, and has let go of a greeting that came late
+                if not self._call(store, neighbor.rank):  # if it answers, our greeting had come too late
                     lost.append(neighbor.rank)
         for rank in lost:
             store.append(ENDED, json.dumps([rank, _address(store, rank)]) + "\n")

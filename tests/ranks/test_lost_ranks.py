@@ -165,7 +165,7 @@ def look_at_all(lines: list[Lifeline], store: dist.Store, until: Callable[[], bo
 
 
 def test_neighbors_that_go_to_a_new_group_first_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default group is initialized anew; one rank shards its model, and this one has not yet."""
+    """The default group is initialized a second time. The other rank has sharded its model; this one has not."""
     earlier, now = (compat.serve_store("127.0.0.1", timedelta(seconds=20)) for _ in range(2))
     mine, its = a_ring_of_two(monkeypatch, earlier)
     monkeypatch.setattr(compat, "default_store", lambda: now)
@@ -209,7 +209,7 @@ def test_a_connection_that_is_let_go_is_no_lost_rank(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_that_comes_back_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default group is initialized anew over the same store: addresses are withdrawn, and others published."""
+    """The default group is initialized a second time, over the same store: each rank publishes a new address."""
     store = compat.serve_store("127.0.0.1", timedelta(seconds=20))
     mine, its = a_ring_of_two(monkeypatch, store)
     its.leave()
