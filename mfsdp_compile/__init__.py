@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
+    from .runtime.determinism import deterministic, seed_step
     from .runtime.geometry.placements import ShardingStrategy
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
@@ -44,6 +45,7 @@ _PLACES = {
     "megatron": "DistributedDataParallelConfig DistributedOptimizer FullyShardedDataParallel",
     "passes.verifier.verify": "ScheduleError verify",
     "pretrained": "load_pretrained save_pretrained",
+    "runtime.determinism": "deterministic seed_step",
     "runtime.geometry.placements": "ShardingStrategy",
     "runtime.plan.communicators": "Communication Communicator",
     "runtime.plan.offload": "OptimizerOffloadPolicy",
@@ -69,12 +71,14 @@ __all__ = [
     "__version__",
     "capture_step",
     "compile_step",
+    "deterministic",
     "explain",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
     "load_pretrained",
     "save_pretrained",
+    "seed_step",
     "verify",
 ]
 

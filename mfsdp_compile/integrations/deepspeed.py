@@ -82,8 +82,9 @@ ignored | experts that no token reaches on any rank have no gradient | leaf_modu
 refused | updates weights later than the step | zenflow
 refused | gathers int8, which does not exist here: param_comm_dtype=torch.float8_e4m3fn gathers float8, with other
     numbers | zero_quantized_weights zero_quantized_nontrainable_weights
-refused | reduces int4, which does not exist here: grad_comm_dtype=torch.int8 with grad_sum_dtype sends gradients in 8
-    bits, with other numbers | zero_quantized_gradients
+refused | reduces int4 in blocks of another size: grad_comm_dtype=torch.int4, grad_sum_dtype=torch.float32,
+    grad_sum_within="node" and grad_outer_comm_dtype=torch.int4 do it in the same order, with other numbers |
+    zero_quantized_gradients
 refused | corrects quantized gradients, which do not exist here | zeropp_loco_param
 """)
 """Keys of ``zero_optimization``: kind, reason, names."""

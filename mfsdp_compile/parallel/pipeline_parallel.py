@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.program_lines import warn
 
-from ..runtime.geometry.topology import Accumulation
+from ..runtime.geometry.topology import Accumulation, Group
 from ..runtime.memory import gradients
 from ..runtime.memory.bucket import Bucket
 from ..wrapper import unwrapped
@@ -228,12 +228,11 @@ def clip_grad_norm_(
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    stages = Group.of(group)
     if norm_type == float("inf"):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        norm = stages.all_reduce(norm, "max")
     else:
-        norm = norm**norm_type
-        dist.all_reduce(norm, group=group)
-        norm = norm ** (1 / norm_type)
+        norm = stages.all_reduce(norm**norm_type, "sum") ** (1 / norm_type)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 

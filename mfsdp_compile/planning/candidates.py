@@ -27,6 +27,7 @@ class Candidate:
             ranks with the same outer number, ``inner * tensor``, neighbors hold different parts of the experts, which
             are sharded over those that hold the same ones.
         keep_gathered: Whether a pipeline gathers parameters once per step, and keeps them gathered.
+        sums_within: Inner ranks that sum gradients first, if they are summed in the order of ranks, in two levels.
 
     Raises:
         ValueError: If the degrees do not divide the inner ranks, or the strategy does not support an argument.
@@ -38,6 +39,7 @@ class Candidate:
     outer_shards: bool = False
     degrees: Degrees = UNDIVIDED
     keep_gathered: bool = False
+    sums_within: int = 0
 
     def __post_init__(self) -> None:
         if self.inner % self.degrees.context:
@@ -81,6 +83,8 @@ class Candidate:
         topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
         if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
             topology.portions[portions] = Group("portions", portions, 0, step)
+        if (near := self.sums_within) and size == self.inner:
+            topology.levels[near] = Group("neighbors", near, 0, step), Group("peers", size // near, 0, step * near)
         if self.degrees.pipeline > 1:
             return topology.accumulating(Accumulation(True, self.keep_gathered, forwards_overlap=True))
         return topology
@@ -90,6 +94,7 @@ class Candidate:
         name = names[int(self.strategy)]
         divided = f", {self.degrees}" if str(self.degrees) else ""
         divided += " kept" if self.keep_gathered else ""
+        divided += f", sums within {self.sums_within}" if self.sums_within else ""
         if self.outer == 1:
             return f"{name}{divided}"
         kind = "HFSDP" if self.outer_shards else "HSDP"
@@ -113,6 +118,14 @@ def candidates(world: int, hardware: Hardware, degrees: Degrees = UNDIVIDED) -> 
                 sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
                 yield from _possible(sharding, inner, ranks // inner, outer_shards, degrees)
         inner *= 8
+
+
+def in_levels(candidate: Candidate, hardware: Hardware) -> Iterator[Candidate]:
+    """Yield a candidate, and the same with sums first over the inner ranks of a node, if these are on several nodes."""
+    yield candidate
+    near = max(1, hardware.ranks_per_node // candidate.degrees.tensor)
+    if 1 < near < candidate.inner and candidate.inner % near == 0 and candidate.topology().over_inner.shards:
+        yield replace(candidate, sums_within=near)
 
 
 def _possible(

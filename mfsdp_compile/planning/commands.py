@@ -114,12 +114,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grad-comm",
         choices=DTYPES | WIRES,
         help="dtype in which gradients are sent (grad_comm_dtype), if it is not that in which units compute; one of 8 "
-        "bits needs --grad-sum float32",
+        "or 4 bits needs --grad-sum float32",
+    )
+    parser.add_argument(
+        "--grad-outer-comm",
+        choices={"bfloat16": torch.bfloat16, "float16": torch.float16} | WIRES,
+        help="dtype in which sums are sent to outer ranks, and in the second of two levels (grad_outer_comm_dtype); "
+        "needs --grad-sum float32",
     )
     parser.add_argument(
         "--grad-sum",
         choices=["float32"],
-        help="add gradients in float32, in the order of ranks (grad_sum_dtype); they are sent in --grad-comm's dtype",
+        help="add gradients in float32, in the order of ranks (grad_sum_dtype); they are sent in --grad-comm's dtype. "
+        "Over several nodes, sums in two levels are tried, too: first in each node (grad_sum_within)",
     )
     parser.add_argument(
         "--fp8-matmul",
@@ -218,7 +225,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy(
-            grad_comm_dtype=(DTYPES | WIRES).get(given.grad_comm), grad_sum_dtype=DTYPES.get(given.grad_sum)
+            grad_comm_dtype=(DTYPES | WIRES).get(given.grad_comm),
+            grad_sum_dtype=DTYPES.get(given.grad_sum),
+            grad_outer_comm_dtype=(DTYPES | WIRES).get(given.grad_outer_comm),
         )
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
             sent = quantize.dtype_of(scaling)
@@ -444,6 +453,8 @@ def _precision(job: Job) -> str:
         found += f", gradients sent in {precision.grad_comm_dtype}"
     if precision.grad_sum_dtype is not None:
         found += f", gradients summed in {precision.grad_sum_dtype}"
+    if precision.grad_outer_comm_dtype is not None:
+        found += f", sums sent in {precision.grad_outer_comm_dtype}"
     if job.step_in_backward:
         found += ", stepped in backward"
     if work.fp8_matmul is not None:

@@ -36,7 +36,9 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes, by_parameter=job.by_parameter)
-    precision = PrecisionPlan(Policies(replace(job.precision, param_dtype=job.work.param_dtype)))
+    within = candidate.sums_within or None
+    policy = replace(job.precision, param_dtype=job.work.param_dtype, grad_sum_within=within)
+    precision = PrecisionPlan(Policies(policy))
     has_experts = job.work.divided is not None and "expert" in job.work.divided.by
     experts = candidate.experts(portions) if has_experts else None
     planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), experts)
@@ -62,9 +64,9 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
             which = unit if len(of_unit) == 1 else f"{unit}#{of_unit.index(laid_out)}"
             infos.append(replace(laid_out.info, name=which, unit=unit))
             sources.append([_Source(own[i][j], part, whole) for i, j, part, whole in laid_out.sources])
-    policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
+    schedule = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
     if candidate.degrees.pipeline > 1:  # as in the backend
-        policy = replace(policy, keep_last=False, reshard_after_forward=True)
+        schedule = replace(schedule, keep_last=False, reshard_after_forward=True)
     messages = 0
     if compat.PIPELINES_HOLD_MESSAGES:
         messages = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
@@ -72,7 +74,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     if job.offload != "auto":
         infos = offloading.offload(infos, job.offload)
     other_bytes = traced.buffer_bytes + messages + buffer_bytes(info.exchange for info in infos)
-    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=other_bytes)
+    context = Context(tuple(infos), schedule, True, overlap=job.overlap, other_bytes=other_bytes)
     if job.step_in_backward and candidate.degrees.pipeline == 1:  # a pipeline's schedule runs its own backwards
         context = replace(context, steps_early=True)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}

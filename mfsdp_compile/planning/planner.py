@@ -17,7 +17,7 @@ from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 from . import offloading
-from .candidates import Candidate, candidates
+from .candidates import Candidate, candidates, in_levels
 from .jobs import Job, Planned
 from .offloading import EVERY, NOTHING, OffloadedUnits
 from .on_ranks import problem_of
@@ -115,6 +115,8 @@ def plan(
     tried = chosen or [
         candidate for world in worlds for each in degrees for candidate in candidates(world, job.hardware, each)
     ]
+    if job.precision.grad_sum_dtype is not None and not chosen:
+        tried = [form for candidate in tried for form in in_levels(candidate, job.hardware)]
     if not tried:
         raise ValueError(f"{' or '.join(map(str, degrees))} do not divide {list(worlds)} ranks")
     if job.offload != "auto" and job.offload.whole:

@@ -188,12 +188,18 @@ class CostModel:
             return 0.0
         ranks, itemsize = exchange.group_sizes[stage], exchange.stage_dtype(stage).itemsize
         part = exchange.stage_numel(stage) // ranks
+        if not format_of(exchange.collectives[stage]) and exchange.is_copied(stage):  # to the order of slices
+            return self._added(part, ranks, itemsize) + self.moved(2 * part * ranks * itemsize)
         if format_of(exchange.collectives[stage]):  # decoded, scaled and added one after the other; encoded before
             encoded = self.moved(part * ranks * (itemsize + 8)) + 2 * self.moved(part * ranks * 8)
             return encoded + ranks * (self.moved(part * 5) + self.moved(part * 8) + self.moved(part * 12))
+        return self._added(part, ranks, itemsize)
+
+    def _added(self, numel: int, ranks: int, itemsize: int) -> float:
+        """Return the seconds to add slices."""
         if self.fused:
-            return self.moved(part * (ranks * itemsize + 4))
-        return self.moved(part * (itemsize + 4)) + (ranks - 1) * self.moved(part * (itemsize + 8))
+            return self.moved(numel * (ranks * itemsize + 4))
+        return self.moved(numel * (itemsize + 4)) + (ranks - 1) * self.moved(numel * (itemsize + 8))
 
     # -- computation --------------------------------------------------------------------------------------------------
 

@@ -347,7 +347,8 @@ class StepOutlines:
                 kind, size = info.exchange.collectives[stage], info.exchange.group_sizes[stage]
                 result = {"reduce_scatter": held // size, "all_gather": held * size}.get(kind, held)
                 result = info.exchange.stage_bytes(stage) if exchanges_slices(kind) else result
-                place += [Allocate(Category.GRADIENTS, result), Start(collective)]
+                copied = info.exchange.stage_bytes(stage) if info.exchange.is_copied(stage) else 0
+                place += [Allocate(Category.GRADIENTS, result + copied), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 following = i + how.later * (stage + 1)
@@ -355,7 +356,7 @@ class StepOutlines:
                     place = ahead[-1]
                 else:
                     place = ahead[following] if how.packed and following > i else behind[following]
-                place.append(Wait(collective))
+                place += [Wait(collective), Free(Category.GRADIENTS, copied)]
                 if exchanges_slices(kind):  # then the slices are summed
                     slices, result = result, info.exchange.stage_numel(stage) // size * 4
                     place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, slices)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, in_format
+from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, exchange_of
 
 from .. import roles
 from ..context import region_of, role_of
@@ -49,8 +49,9 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
         stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
-            plain = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
-            operator = in_format(str(plain), given.get("format", ""))
+            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            if operator == EXCHANGE_OF_SLICES:
+                operator = exchange_of(given.get("format", ""), given.get("pieces", 1))
             got_size = given.get("group_size", size)  # an all-reduce has no size argument
             got_group = given.get("group_name", given.get("group"))
             if (operator, got_size, got_group) != (collective, size, group):

@@ -51,9 +51,10 @@
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
     collective.
-``exchange_slices(gradient, group_size, group, format)``
+``exchange_slices(gradient, group_size, group, format, pieces)``
     An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. With a
-    ``format``, as bytes of :mod:`~mfsdp_compile.runtime.formats.wire`. It must be awaited by ``wait_summed``.
+    ``format``, as bytes of :mod:`~mfsdp_compile.runtime.formats.wire`. A slice consists of ``pieces``, at equal
+    distances. It must be awaited by ``wait_summed``.
 ``wait_summed(slices, group_size, format, numel)``
     Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
     ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows, if they have no
@@ -118,7 +119,7 @@ library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
 )
-library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='') -> Tensor")
+library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='', int pieces=1) -> Tensor")
 library.define("wait_summed(Tensor slices, int group_size, str format='', int numel=0) -> Tensor")
 library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")

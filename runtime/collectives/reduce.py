@@ -10,7 +10,16 @@ from torch import Tensor
 
 from .. import compat
 from ..formats import wire
-from ..geometry.exchange import EXCHANGE_OF_SLICES, Buffers, Exchange, When, exchanges_slices, format_of, in_format
+from ..geometry.exchange import (
+    Buffers,
+    Exchange,
+    When,
+    exchange_of,
+    exchanges_slices,
+    format_of,
+    pieces_of,
+    sum_dtype,
+)
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
@@ -79,7 +88,7 @@ def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) ->
         return compat.all_reduce(gradient, op, group)
     if collective == "all_gather":
         return compat.all_gather(gradient, size, group)
-    return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective))
+    return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective), pieces_of(collective))
 
 
 def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
@@ -90,10 +99,12 @@ def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
 
 
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
-def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
+def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
     sent = gradient
     if format:
-        sent = wire.encode(gradient, group_size, format)
+        sent = wire.encode(gradient, group_size, format, pieces)
+    elif pieces > 1:
+        sent = wire.slices_of(gradient, group_size, pieces).reshape(-1)
     elif padding := -gradient.numel() % group_size:
         sent = torch.nn.functional.pad(gradient, (0, padding))
     slices = [sent.numel() // group_size] * group_size
@@ -102,8 +113,8 @@ def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str 
 
 
 @torch.library.register_fake("mfsdp::exchange_slices", lib=library)
-def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format: str = "") -> Tensor:
-    return _new_result(gradient, in_format(EXCHANGE_OF_SLICES, format), group_size)
+def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
+    return _new_result(gradient, exchange_of(format, pieces), group_size)
 
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
@@ -111,7 +122,7 @@ def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int =
     if format:
         return wire.sum_decoded(compat.wait_tensor(slices), group_size, numel, format)
     first, *others = compat.wait_tensor(slices).chunk(group_size)
-    total = first.to(torch.float32, copy=True)
+    total = first.to(sum_dtype(first.dtype), copy=True)
     for other in others:
         total.add_(other)
     return total
@@ -119,7 +130,9 @@ def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int =
 
 @torch.library.register_fake("mfsdp::wait_summed", lib=library)
 def _wait_summed_fake(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
-    return slices.new_empty(numel if format else slices.numel() // group_size, dtype=torch.float32)
+    if format:
+        return slices.new_empty(numel, dtype=torch.float32)
+    return slices.new_empty(slices.numel() // group_size, dtype=sum_dtype(slices.dtype))
 
 
 @torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")
@@ -166,8 +179,8 @@ def _new_result(gradient: Tensor, collective: str, group_size: int) -> Tensor:
     numel = gradient.numel()
     if collective == "reduce_scatter":
         return gradient.new_empty(numel // group_size)
-    if format_of(collective):
-        return gradient.new_empty(wire.sent_numel(numel, group_size), dtype=torch.uint8)
+    if format := format_of(collective):
+        return gradient.new_empty(wire.sent_numel(numel, group_size, format), dtype=torch.uint8)
     if exchanges_slices(collective):
         return gradient.new_empty(math.ceil(numel / group_size) * group_size)
     return gradient.new_empty(numel * (group_size if collective == "all_gather" else 1))

@@ -36,7 +36,6 @@ __all__ = [
     "all_gather",
     "all_gather_out",
     "all_reduce",
-    "all_reduce_on_host",
     "all_to_all",
     "all_to_all_autograd",
     "before_destruction",
@@ -60,6 +59,7 @@ __all__ = [
     "register_fully_sharded",
     "stand_around_collectives",
     "timeout_of",
+    "to_backend",
     "wait_tensor",
     "wait_tensor_when_dropped",
     "waits_in",
@@ -414,12 +414,10 @@ def stand_around_collectives(
     return library
 
 
-def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
-    """All-reduce a tensor on the CPU. This does not wait for the device if the group has a backend for the CPU."""
+def to_backend(tensor: Tensor, group: str) -> Tensor:
+    """Return a tensor on a device that the group can communicate: its own one, if the group has a backend for it."""
     devices = {device.type for device in _resolve_process_group(group)._device_types}
-    if "cpu" not in devices and devices:
-        tensor = tensor.to(next(iter(devices)))
-    return wait_tensor(all_reduce(tensor, op, group)).cpu()
+    return tensor if tensor.device.type in devices or not devices else tensor.to(next(iter(devices)))
 
 
 def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:

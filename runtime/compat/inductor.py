@@ -30,6 +30,7 @@ __all__ = [
     "is_miscompiled",
     "partitioner",
     "register_lowering",
+    "set_inductor_deterministic",
     "set_output_strides",
     "unknown_inductor_options",
 ]
@@ -215,6 +216,14 @@ def _in_order(nodes: list[Any]) -> list[Any]:
     return found
 
 
+def set_inductor_deterministic(value: Any) -> Any:
+    """Set whether times that Inductor measures may change numbers, and return what was set before."""
+    import torch._inductor.config as config
+
+    before, config.deterministic = config.deterministic, value
+    return before
+
+
 def unknown_inductor_options(names: Iterable[str]) -> list[str]:
     """Return those of ``names`` that are not settings of ``torch._inductor.config``."""
     import torch._inductor.config as config
@@ -342,14 +351,15 @@ def inductor_wait_summed(slices: Any, ranks: int, format: str = "", numel: int =
     awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](slices)
     load, (numel,), ops = awaited.make_loader(), awaited.get_size(), lowering.ops
     part = numel // ranks
+    dtype = torch.promote_types(awaited.get_dtype(), torch.float32)
 
     def total(index: Sequence[Any]) -> Any:
-        found = ops.to_dtype(load(index), torch.float32)
+        found = ops.to_dtype(load(index), dtype)
         for rank in range(1, ranks):
-            found = ops.add(found, ops.to_dtype(load([index[0] + rank * part]), torch.float32))
+            found = ops.add(found, ops.to_dtype(load([index[0] + rank * part]), dtype))
         return found
 
-    return ir.Pointwise.create(device=awaited.get_device(), dtype=torch.float32, inner_fn=total, ranges=[part])
+    return ir.Pointwise.create(device=awaited.get_device(), dtype=dtype, inner_fn=total, ranges=[part])
 
 
 _MOST_SLICES = 64

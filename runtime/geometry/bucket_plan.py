@@ -11,7 +11,7 @@ from torch import nn
 from ..formats import forms, quantize
 from ..formats.extension import FORM
 from ..owner import ModuleRef, refuse_dropped
-from .exchange import NO_BUFFERS, Buffers, Exchange, in_format
+from .exchange import NO_BUFFERS, Buffers, Exchange, exchange_of, exchanges_slices, pieces_of
 from .layout import BucketLayout
 from .topology import ReductionStage, Topology
 
@@ -76,8 +76,11 @@ class BucketPlan:
             none is.
         grad_dtype: Dtype in which gradients are accumulated over microbatches.
         comm_dtype: Dtype in which gradients are reduced.
-        wire: 8-bit format in which slices of gradients are sent; see :mod:`..formats.wire`. "": ``comm_dtype``.
-        sums_exactly: Whether ranks exchange slices of gradients and sum them in float32, in the order of ranks.
+        wire: Format in which slices of gradients are sent; see :mod:`..formats.wire`. "": ``comm_dtype``.
+        outer_wire: Format in which slices of sums are sent, in later stages. "": float32.
+        sums_within: Neighbors that sum first; see :meth:`.Topology.stages_in_order`.
+        sums_exactly: Whether ranks exchange slices of gradients and sum them in float32 (float64 ones in
+            that), in the order of ranks.
         reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
         scale: Factor applied to reduced gradients.
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
@@ -110,6 +113,8 @@ class BucketPlan:
     comm_dtype: torch.dtype
     sums_exactly: bool = False
     wire: str = ""
+    outer_wire: str = ""
+    sums_within: int = 0
     reduce_op: str = "avg"
     scale: float = 1.0
     decoupled: bool = False
@@ -123,14 +128,6 @@ class BucketPlan:
     reshard_after_forward: bool | int | None = None
     policy: int = 0
     offload: Offload | None = None
-
-    def __post_init__(self) -> None:
-        if self.sums_exactly and self.comm_dtype == torch.float64:
-            raise ValueError(
-                f"grad_sum_dtype=torch.float32 would round gradients of {self.unit!r}, which are sent in "
-                f"{self.comm_dtype}. Give its modules a policy of their own, mixed_precision_policy={{module: ...}}, "
-                "or another grad_comm_dtype."
-            )
 
     @functools.cached_property
     def portions(self) -> int:
@@ -152,11 +149,13 @@ class BucketPlan:
         """The collectives that reduce the bucket's gradients, in order."""
         if not self.sums_exactly:
             return topology.stages
-        stages = list(topology.stages_in_order)
-        first = next((i for i, stage in enumerate(stages) if stage.group.size > 1), None)
-        if self.wire and first is not None:  # later stages send sums
-            stages[first] = replace(stages[first], collective=in_format(stages[first].collective, self.wire))
-        return tuple(stages)
+        found, wire = [], self.wire
+        for stage in topology.stages_in_order(self.sums_within):
+            if stage.group.size > 1 and exchanges_slices(stage.collective):
+                stage = replace(stage, collective=exchange_of(wire, pieces_of(stage.collective)))
+                wire = self.outer_wire  # later stages send sums
+            found.append(stage)
+        return tuple(found)
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""

@@ -51,7 +51,8 @@ class When(str, Enum):
 
 
 EXCHANGE_OF_SLICES = "all_to_all"
-"""A collective of a reduction. Behind a colon, the 8-bit format of what is sent (:mod:`..formats.wire`), if any."""
+"""A collective of a reduction. Behind a slash, the number of pieces that a slice consists of (:func:`.wire.slices_of`),
+if it is not one; behind a colon, the format of what is sent (:mod:`..formats.wire`), if any."""
 
 
 def exchanges_slices(collective: str) -> bool:
@@ -59,18 +60,28 @@ def exchanges_slices(collective: str) -> bool:
 
 
 def format_of(collective: str) -> str:
-    """Return the 8-bit format in which slices are sent. "": they are sent in the dtype that they have."""
+    """Return the format in which slices are sent. "": they are sent in the dtype that they have."""
     return collective.partition(":")[2]
 
 
-def in_format(collective: str, format: str) -> str:
-    """Return a collective that sends in an 8-bit format; "": in the dtype of what is sent."""
-    return f"{collective}:{format}" if format else collective
+def pieces_of(collective: str) -> int:
+    """Return the number of pieces that a slice consists of."""
+    return int(collective.partition(":")[0].partition("/")[2] or 1)
+
+
+def exchange_of(format: str, pieces: int = 1) -> str:
+    """Return the exchange of slices of so many pieces, in a format; "": in the dtype of what is sent."""
+    return EXCHANGE_OF_SLICES + (f"/{pieces}" if pieces > 1 else "") + (f":{format}" if format else "")
 
 
 def kind_of(collective: str) -> str:
-    """Return a collective without its format."""
-    return collective.partition(":")[0]
+    """Return a collective without pieces and format."""
+    return collective.partition(":")[0].partition("/")[0]
+
+
+def sum_dtype(sent: torch.dtype) -> torch.dtype:
+    """Return the dtype in which ranks add slices that are sent in ``sent``: float32, and for float64 that."""
+    return torch.promote_types(sent, torch.float32)
 
 
 def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, ...]]:
@@ -116,8 +127,8 @@ class Exchange(_Fields):
         reduce_op: ``"sum"`` or ``"avg"``.
         scale: Factor applied to the reduced gradient.
         collectives: One per stage of the reduction: ``"reduce_scatter"``, ``"all_reduce"``; ``"all_to_all"`` of slices
-            that each rank sums in float32, in the order of ranks (``"all_to_all:float8_e5m2"``: of slices in this
-            format); or ``"all_gather"`` of such sums.
+            that each rank sums in float32, in the order of ranks (``"all_to_all/8:int8"``: of slices of 8 pieces, in
+            this format); or ``"all_gather"`` of such sums.
         when: A :class:`When` for each stage.
         group_sizes, groups: Size and process group of each stage.
         inspected: Whether gradients are inspected before the first stage.
@@ -232,7 +243,8 @@ class Exchange(_Fields):
 
     def stage_dtype(self, stage: int) -> torch.dtype:
         """Dtype that a stage of the reduction sends; after the last stage, that of the reduced gradient."""
-        return torch.float32 if any(map(exchanges_slices, self.collectives[:stage])) else self.comm_dtype
+        is_sum = any(map(exchanges_slices, self.collectives[:stage]))
+        return sum_dtype(self.comm_dtype) if is_sum else self.comm_dtype
 
     def stage_numel(self, stage: int) -> int:
         """Elements of the whole tensor of a stage of the reduction: what is reduced, or gathered."""
@@ -240,11 +252,16 @@ class Exchange(_Fields):
         kinds = zip(before, self.collectives, self.group_sizes, strict=False)
         return self.numel // math.prod(n for _, kind, n in kinds if kind == "reduce_scatter" or exchanges_slices(kind))
 
+    def is_copied(self, stage: int) -> bool:
+        """Whether a stage sends a copy of that tensor, in a format or another order."""
+        collective = self.collectives[stage]
+        return bool(format_of(collective)) or pieces_of(collective) > 1
+
     def stage_bytes(self, stage: int) -> int:
         """Bytes of that tensor as it is sent."""
         numel = self.stage_numel(stage)
         if format_of(self.collectives[stage]):
-            return wire.sent_numel(numel, self.group_sizes[stage])
+            return wire.sent_numel(numel, self.group_sizes[stage], format_of(self.collectives[stage]))
         return numel * self.stage_dtype(stage).itemsize
 
     def sum_arguments(self, stage: int) -> tuple[int, str, int]:

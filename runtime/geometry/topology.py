@@ -24,11 +24,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import compat
-from .exchange import When, stride_of
+from ..determinism import is_deterministic
+from .exchange import When, exchange_of, stride_of
 from .placements import Placements, ShardingStrategy
 
 
@@ -41,12 +43,14 @@ class Group:
         size: Number of ranks.
         rank: Rank of this process in the group.
         stride: Distance between neighboring ranks of the group, in global ranks.
+        in_order: Whether sums over the ranks are added in their order.
     """
 
     name: str
     size: int
     rank: int
     stride: int = 1
+    in_order: bool = False
 
     def __hash__(self) -> int:
         return hash((self.size, self.rank))
@@ -58,10 +62,17 @@ class Group:
         if found.item() != self.size:
             raise RuntimeError(f"Ones on {self.size} ranks sum to {found.item()}.")
 
+    def all_reduce(self, value: Tensor, op: str) -> Tensor:
+        """Reduce values over the ranks. The result is the same on each of them."""
+        if not (self.in_order and op == "sum" and value.is_floating_point()):
+            return compat.wait_tensor(compat.all_reduce(value, op, self.name))
+        every = compat.wait_tensor(compat.all_gather(value.reshape(-1), self.size, self.name)).view(self.size, -1)
+        return functools.reduce(torch.add, every).view(value.shape)
+
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
         ranks = dist.get_process_group_ranks(group)
-        return Group(group.group_name, len(ranks), dist.get_rank(group), stride_of(ranks))
+        return Group(group.group_name, len(ranks), dist.get_rank(group), stride_of(ranks), is_deterministic())
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,8 @@ class Topology:
             with a separate communicator; None: these.
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
+        levels: For sums in two levels, by the number of neighbors: the neighbors that add first, and this rank's peers
+            in other such groups, which add their sums.
         accumulation: What is kept between microbatches.
         skips_itself: Whether a rank that shares its parameters with no other one uses them from the shard, as for
             experts.
@@ -130,6 +143,7 @@ class Topology:
     inner_gathers: Group | None = None
     reductions: Group | None = None
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
+    levels: dict[int, tuple[Group, Group]] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
     skips_itself: bool = False
     inspects: bool = False
@@ -305,12 +319,35 @@ class Topology:
         deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 
-    @functools.cached_property
-    def stages_in_order(self) -> tuple[ReductionStage, ...]:
-        """Stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums."""
-        found = []
+    def make_levels(self, size: int) -> None:
+        """Create the process groups in which ``size`` neighbors, and their peers, sum gradients; ``size`` divides the
+        ranks.
+
+        Every rank must call this.
+        """
+        base = self.reductions or self.inner
+        ranks, first = dist.get_process_group_ranks(compat.process_group(base.name)), base.rank // size * size
+        groups = ranks[first : first + size], ranks[base.rank % size :: size]
+        neighbors, peers = (Group.of(compat.new_group_like(base.name, each)) for each in groups)
+        self.levels[size] = neighbors, peers
+
+    def stages_in_order(self, within: int = 0) -> tuple[ReductionStage, ...]:
+        """Stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums.
+
+        Args:
+            within: Neighbors among :attr:`inner` that sum first, so that each sends its peers a part of the bytes. 0:
+                there is one level.
+        """
+        found: list[ReductionStage] = []
         for stage in self.stages:
-            found.append(replace(stage, collective="all_to_all"))
+            if within and not found:
+                # Neighbor j gets what belongs to the j-th rank of every group of neighbors.
+                neighbors, peers = self.levels[within]
+                found.append(ReductionStage(exchange_of("", peers.size), neighbors, stage.when))
+                when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
+                found.append(ReductionStage(exchange_of(""), peers, when))
+                continue
+            found.append(replace(stage, collective=exchange_of("")))
             if stage.collective == "all_reduce" and stage.group.size > 1:
                 when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
                 found.append(ReductionStage("all_gather", stage.group, when))
@@ -321,7 +358,8 @@ class Topology:
     @property
     def groups(self) -> list[Group]:
         """Each group once, :attr:`every` last. With one dimension, :attr:`every` is :attr:`inner`."""
-        others = (self.inner, self.inner_gathers, self.reductions, self.outer, *self.portions.values())
+        levels = (group for pair in self.levels.values() for group in pair)
+        others = (self.inner, self.inner_gathers, self.reductions, self.outer, *self.portions.values(), *levels)
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property

@@ -29,7 +29,7 @@ from .. import compat
 from ..formats import forms
 from ..formats.extension import is_extended
 from ..geometry.bucket_plan import BucketPlan, Site
-from ..geometry.exchange import When
+from ..geometry.exchange import When, sum_dtype
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..owner import Owned, refuse_dropped
@@ -281,11 +281,11 @@ class Bucket(FlatShard, Owned[BucketOwner]):
 
     @property
     def _deferred_dtype(self) -> torch.dtype:
-        """Dtype in which deferred gradients are summed. Sums of slices stay in float32 until their mean is taken."""
+        """Dtype in which deferred gradients are summed. Sums of slices keep theirs until their mean is taken."""
         exchange, dtype = self.exchange, self.plan.grad_dtype
         if not exchange.sums_exactly or When.IF_DUE.value not in exchange.when[1:]:
             return dtype
-        return torch.promote_types(dtype, torch.float32)
+        return torch.promote_types(dtype, sum_dtype(exchange.comm_dtype))
 
     @functools.cached_property
     def _is_gathered_by_gloo(self) -> bool:

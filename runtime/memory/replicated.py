@@ -296,10 +296,9 @@ class _Mean(torch.autograd.Function):
         what = f"a gradient of what was computed from {averaging.parameter!r}"
         for group in averaging.groups:
             announce(what, group.name, averaging.parameter)
-            if value.device.type == "cpu":  # of parameters in host memory, for which the group may have no backend
-                value = compat.all_reduce_on_host(value, "sum", group.name) / group.size
-            else:
-                value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
+            # Of parameters in host memory, the gradient is there, and the group may have no backend for it.
+            sent = compat.to_backend(value, group.name)
+            value = group.all_reduce(sent, "sum").to(value.device) / group.size
         return ReplicatedTensor.wrap(torch.view_as_complex(value) if is_complex else value, mesh)
 
     @staticmethod

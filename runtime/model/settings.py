@@ -79,7 +79,7 @@ def set_precision(model: ShardedModel, precision: Policies) -> None:
         plan = bucket.plan
         policy = policies[plan.policy]
         reduced_in = policy.comm_dtype(plan.model_dtype, plan.compute_dtype)
-        bucket.set_plan(replace(plan, comm_dtype=reduced_in, wire=policy.wire))
+        bucket.set_plan(replace(plan, comm_dtype=reduced_in, wire=policy.wire, outer_wire=policy.outer_wire))
     model.label_modules()
 
 

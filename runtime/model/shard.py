@@ -125,6 +125,8 @@ def shard_model(
         members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
     communicators.check_zero_cta(topology, every, options.communication)
     members.make_communicators(options.communication, options.overlap)
+    for size in sorted({bucket.sums_within for bucket in plan.buckets} - {0}):
+        members.topology.make_levels(size)
     if options.registers != "never":
         check_allocator(members.group_names, device)
     conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])

@@ -285,8 +285,8 @@ class ShardedModel:
 
     def begin_graph(self, graph: BegunGraph) -> None:
         """Prepare for a compiled graph that is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
-        experts = {b.plan.name: b.topology for b in self.buckets if b.plan.is_expert}
-        self.conduct.begin_graph(graph, experts, self.grad_sync.is_due())
+        ranks = {bucket.plan.name: (bucket.topology, bucket.stages) for bucket in self.buckets}
+        self.conduct.begin_graph(graph, ranks, self.grad_sync.is_due())
 
     def leave_backward(self) -> None:
         """Outside of backward, clean up after a backward that raised."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from ..determinism import is_deterministic
 from ..formats import extension, quantize
 from ..geometry.bucket_plan import BucketPlan, Site
 from ..geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
@@ -157,7 +158,7 @@ class BucketPlanner:
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
-        sums_exactly = policy.grad_sum_dtype is not None
+        sums_exactly = policy.grad_sum_dtype is not None or is_deterministic()
         averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not sums_exactly
         return BucketPlan(
             name=unit.name,
@@ -171,6 +172,8 @@ class BucketPlanner:
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
             sums_exactly=sums_exactly,
             wire=policy.wire,
+            outer_wire=policy.outer_wire,
+            sums_within=0 if is_expert else policy.sums_within(self.topology),
             policy=dtypes.position,
             reduce_op="avg" if averages else "sum",
             scale=self._scale(is_expert, averages),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from .. import compat
+from ..determinism import is_deterministic
 from ..formats import quantize, wire
 from ..formats.casts import Casts
+from ..geometry.topology import Topology
 from ..owner import ModuleRef
 
 
@@ -34,12 +37,25 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
             ``main_grads_dtype`` if given, else the dtype that parameters compute in. ``torch.float8_e4m3fn``,
             ``torch.float8_e5m2`` or ``torch.int8``, with ``grad_sum_dtype``: slices are sent in 8 bits, 128 values with
-            a scale, about half of bfloat16's bytes, and each gradient is rounded to them once. It costs accuracy.
+            a scale, about half of bfloat16's bytes, and each gradient is rounded to them once.
+            ``torch.float4_e2m1fn_x2`` or ``torch.int4``: in 4 bits, 32 values with a scale, 28 % of its bytes. It costs
+            accuracy.
         grad_sum_dtype: ``torch.float32``: each rank sends every other rank the slice of its gradients that the other
             one holds, in ``grad_comm_dtype`` (an all-to-all, as many bytes as a reduce-scatter), and adds what it
             receives in float32, in the order of ranks. Sums then depend on the ranks' values alone: not on the network,
-            NCCL's algorithm or other buckets. Sums over outer ranks are exchanged in float32. After Megatron Core's
-            ``reduce_scatter_with_fp32_accumulation``. None: the backend sums, in ``grad_comm_dtype``.
+            NCCL's algorithm or other buckets. After Megatron Core's
+            ``reduce_scatter_with_fp32_accumulation``. None: the backend sums, in ``grad_comm_dtype``, unless
+            :func:`~mfsdp_compile.deterministic` was called. Gradients that are sent in float64 are added in float64.
+        grad_sum_within: With ``grad_sum_dtype``, sum in two levels: first over that many neighbors of the sharding
+            ranks, then over their peers in other such groups. Each rank then sends ``1 / grad_sum_within`` of the bytes
+            to other groups, in larger messages. ``"node"``: the ranks of a node, if the sharding ranks are on several
+            ones (by torchrun's ``LOCAL_WORLD_SIZE``); bits of sums then depend on the ranks per node. Not for experts.
+            None: one level.
+        grad_outer_comm_dtype: Dtype in which sums are sent to be summed again: over HSDP's and HFSDP's outer ranks, and
+            in the second of two levels. bfloat16, float16, or one of the formats of 8 and 4 bits. None: they are not
+            rounded.
+        grad_comm_rounding: How the formats of 8 and 4 bits round: ``"nearest"``, or ``"stochastic"``, where errors
+            cancel on average. Random numbers are made from the values, so equal gradients are rounded alike.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
             ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs
             accuracy. Modules get them dequantized, in the dtype that they compute in, so it works with every module.
@@ -70,19 +86,20 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
     grad_sum_dtype: torch.dtype | None = None
+    grad_sum_within: int | Literal["node"] | None = None
+    grad_outer_comm_dtype: torch.dtype | None = None
+    grad_comm_rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if name == "grad_comm_dtype" and ((isinstance(dtype, str) and dtype == _MAIN) or dtype is torch.int8):
+            if name == "grad_comm_dtype" and ((isinstance(dtype, str) and dtype == _MAIN) or dtype in wire.DTYPES):
                 continue
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 or_main = ", 'main'" if name == "grad_comm_dtype" else ""
                 raise ValueError(f"{name} takes a floating-point torch.dtype{or_main} or None, got {dtype!r}")
         if self.grad_sum_dtype not in (None, torch.float32):
             raise ValueError(f"grad_sum_dtype takes torch.float32 or None, got {self.grad_sum_dtype!r}")
-        if self.grad_sum_dtype is not None and self.grad_comm_dtype == torch.float64:
-            raise ValueError("grad_sum_dtype=torch.float32 would round gradients that are sent in torch.float64")
         if isinstance(self.grad_comm_dtype, torch.dtype) and self.grad_comm_dtype.itemsize < 2:
             if self.grad_comm_dtype not in wire.DTYPES:
                 raise ValueError(
@@ -91,9 +108,10 @@ class MixedPrecisionPolicy:
                 )
             if self.grad_sum_dtype is None:
                 raise ValueError(
-                    f"grad_comm_dtype={self.grad_comm_dtype} sends gradients in 8 bits, in which no sum would fit: add "
-                    "grad_sum_dtype=torch.float32, so that ranks sum what they receive in float32."
+                    f"grad_comm_dtype={self.grad_comm_dtype} sends gradients in a format in which no sum would fit: "
+                    "add grad_sum_dtype=torch.float32, so that ranks sum what they receive in float32."
                 )
+        self._check_sums()
         for name in ("param_dtype", "output_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
                 raise ValueError(
@@ -130,6 +148,53 @@ class MixedPrecisionPolicy:
                 f"but param_comm_dtype is {self.param_comm_dtype}. Of the scalings, 'nvfp4' is for {fp4}, and the "
                 f"others are for {quantize.DTYPE}."
             )
+
+    def _check_sums(self) -> None:
+        within, outer = self.grad_sum_within, self.grad_outer_comm_dtype
+        if not (within is None or within == "node" or (type(within) is int and within > 0)):
+            raise ValueError(f"grad_sum_within takes a number of ranks, 'node' or None, got {within!r}")
+        if outer is not None and outer not in wire.OUTER_DTYPES:
+            raise ValueError(
+                f"grad_outer_comm_dtype takes {', '.join(map(str, wire.OUTER_DTYPES))} or None, got {outer!r}"
+            )
+        if self.grad_comm_rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"grad_comm_rounding takes 'nearest' or 'stochastic', got {self.grad_comm_rounding!r}")
+        if self.grad_sum_dtype is None and not is_deterministic():
+            for name, value in (("grad_sum_within", within), ("grad_outer_comm_dtype", outer)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value} is for sums in the order of ranks: add grad_sum_dtype=torch.float32."
+                    )
+
+    def sums_within(self, topology: Topology) -> int:
+        """Return the number of neighbors that sum first; 0: there is one level.
+
+        Raises:
+            ValueError: They do not divide the ranks, or these do not shard.
+        """
+        within, ranks = self.grad_sum_within, topology.inner
+        if within is None or (within == "node" and not topology.over_inner.shards):
+            return 0
+        if within == "node":
+            if is_deterministic():
+                raise ValueError(
+                    "grad_sum_within='node' makes sums depend on the ranks per node, which deterministic() rules out: "
+                    "give their number."
+                )
+            if (local := os.environ.get("LOCAL_WORLD_SIZE")) is None:
+                raise ValueError(
+                    "grad_sum_within='node' needs the number of ranks per node, LOCAL_WORLD_SIZE, which torchrun sets. "
+                    "Set it, or give the number."
+                )
+            neighbors = max(1, int(local) // ranks.stride)
+            return neighbors if neighbors < ranks.size and ranks.size % neighbors == 0 and neighbors > 1 else 0
+        if not topology.over_inner.shards or ranks.size % within:
+            raise ValueError(
+                f"grad_sum_within={within} divides the ranks that gradients are scattered over, but with {topology} "
+                f"{'no gradient is' if not topology.over_inner.shards else f'these are {ranks.size}'}. Give a divisor, "
+                "or leave it out."
+            )
+        return within if 1 < within < ranks.size else 0
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
         """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.
@@ -168,7 +233,7 @@ class MixedPrecisionPolicy:
         return main if model_dtype.is_complex else self.main_grads_dtype or main
 
     def comm_dtype(self, model_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients are packed, and reduced if they are not sent in 8 bits."""
+        """Dtype in which gradients are packed, and reduced if they are not sent in a format."""
         if isinstance(self.grad_comm_dtype, str):
             return self.main_dtype(model_dtype)
         if self.wire:
@@ -177,9 +242,16 @@ class MixedPrecisionPolicy:
 
     @property
     def wire(self) -> str:
-        """8-bit format in which gradients are sent; see :mod:`..formats.wire`. "": none."""
-        dtype = self.grad_comm_dtype
-        return wire.name_of(dtype) if isinstance(dtype, torch.dtype) and dtype in wire.DTYPES else ""
+        """Format in which gradients are sent; see :mod:`..formats.wire`. "": none."""
+        return self._format(self.grad_comm_dtype) if self.grad_comm_dtype in wire.DTYPES else ""
+
+    @property
+    def outer_wire(self) -> str:
+        """Format in which sums are sent. "": none."""
+        return self._format(self.grad_outer_comm_dtype) if self.grad_outer_comm_dtype is not None else ""
+
+    def _format(self, dtype: object) -> str:
+        return wire.name_of(dtype, dtype in wire.DTYPES and self.grad_comm_rounding == "stochastic")
 
     def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Return this policy with another one's values for fields that are at their defaults, but for

@@ -12,13 +12,13 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..geometry.topology import Group, Topology
+from ..geometry.topology import Group, ReductionStage, Topology
 from ..schedule.text import ScheduleLine
 from . import digests, profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
@@ -69,6 +69,10 @@ class Members(Protocol):
 
     @property
     def partition_groups(self) -> Sequence[Group]: ...
+
+
+RanksOfBuckets: TypeAlias = Mapping[str, tuple[Topology, Sequence[ReductionStage]]]
+"""Topologies of buckets, and the stages of their reductions, by name."""
 
 
 class BegunGraph(NamedTuple):
@@ -282,17 +286,17 @@ class Conduct:
         self.order.start(announced.text, self.agree_on_order, no_details, announced.series)
         self.started += 1
 
-    def begin_graph(self, graph: BegunGraph, expert_topologies: Mapping[str, Topology], is_due: bool) -> None:
+    def begin_graph(self, graph: BegunGraph, ranks: RanksOfBuckets, is_due: bool) -> None:
         """Prepare for a compiled graph that is about to start its collectives.
 
         Args:
-            expert_topologies: Topologies of the buckets of experts, by name.
+            ranks: What the model's buckets communicate over, by name.
             is_due: Whether deferred reductions run.
         """
         phase, digest, schedule, buckets, options, unused = graph
         self._begun[phase, digest] = schedule, buckets
         # Entries of the journal must not keep the model alive.
-        started = functools.partial(_launches, expert_topologies, self.members.topology, schedule, buckets, is_due)
+        started = functools.partial(_launches, ranks, self.members.topology, schedule, buckets, is_due)
         self.note(f"{phase} graph", started)
         profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
@@ -372,9 +376,9 @@ def _maxima(offers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _launches(
-    topologies: Mapping[str, Topology], other: Topology, schedule: str, buckets: Sequence[str], is_due: bool
+    ranks: RanksOfBuckets, other: Topology, schedule: str, buckets: Sequence[str], is_due: bool
 ) -> Sequence[tuple[str, str]]:
-    return _launches_of(_named(schedule, buckets), topologies, other, is_due)
+    return _launches_of(_named(schedule, buckets), ranks, other, is_due)
 
 
 def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
@@ -382,14 +386,12 @@ def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
     return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
 
 
-def _launches_of(
-    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
-) -> list[tuple[str, str]]:
+def _launches_of(schedule: Sequence[str], ranks: RanksOfBuckets, other: Topology, due: bool) -> list[tuple[str, str]]:
     """Return the collectives that a compiled graph starts, each with the name of its process group.
 
     Args:
         schedule: Lines of the schedule, with buckets' names.
-        topologies: Topologies by name of the bucket.
+        ranks: What buckets communicate over, by name.
         other: Topology of all other buckets.
         due: Whether deferred reductions run.
     """
@@ -397,12 +399,13 @@ def _launches_of(
     for line in map(ScheduleLine.parse, schedule):
         if line is None:
             continue
-        topology, group = topologies.get(line.bucket, other), None
+        topology, stages = ranks.get(line.bucket) or (other, other.stages_in_order())
+        group = None
         if line.what == "gather" and topology.gather_group is not None:
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
         elif line.what == "reduce" and (due or not line.is_deferrable):
-            group = topology.stages_in_order[line.number - 1].group  # those of `stages`, the last maybe twice
+            group = stages[line.number - 1].group
         if group is not None:
             found.append((line.label, group.name))
     return found

@@ -305,3 +305,23 @@ def test_ray_train(alone: dict[int, float], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout + done.stderr) == pytest.approx(alone, abs=ROUNDING)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_deterministic_runs_are_equal_on_any_number_of_nodes(tmp_path: Path) -> None:
+    """``deterministic()``: four ranks on one machine, two and four end with the same bits."""
+    found = set()
+    for count in (1, 2, 4):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        with cluster(count, folder) as nodes:
+            for place, node in enumerate(nodes):
+                rendezvous = (
+                    f"--nnodes={count} --node-rank={place} --master-addr={nodes[0].address} --master-port=29501"
+                )
+                words = ("-m", "torch.distributed.run", *rendezvous.split(), f"--nproc-per-node={4 // count}")
+                node.start(sys.executable, *words, str(Path(__file__).with_name("equal_runs.py")))
+            assert [ended(node, 120) for node in nodes] == [0] * count, nodes[0].text()
+            found.add(re.search("digest .*", nodes[0].text()).group())  # type: ignore[union-attr]
+    assert len(found) == 1, found

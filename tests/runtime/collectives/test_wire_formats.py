@@ -1,0 +1,317 @@
+"""Gradients in 8 and 4 bits on the wire, and sums that are sent rounded."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks
+from test_sums_in_rank_order import F32, ONCE, _gradients, batches, in_order, make
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import wire
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def rounded(block: Tensor, format: str) -> Tensor:
+    """Return what is left of a block that is sent. Written without the package's code."""
+    if format in ("bfloat16", "float16"):
+        return block.to(getattr(torch, format)).float()
+    largest = {"int8": 127.0, "int4": 7.0, "float4_e2m1fn_x2": 6.0}.get(format) or torch.finfo(
+        getattr(torch, format)
+    ).max
+    scale = block.abs().max() / largest if block.any() else torch.tensor(1.0)
+    scale = scale.bfloat16().float() if "4_" in format or format == "int4" else scale
+    values = block / scale
+    if "int" in format:
+        return values.round().clamp(-largest, largest) * scale
+    if format.startswith("float8"):
+        return values.to(getattr(torch, format)).float() * scale
+    distances = (values.abs()[:, None] - E2M1).abs()
+    ties = distances == distances.amin(1, keepdim=True)
+    even = torch.arange(8) % 2 == 0
+    nearest = torch.where(ties & even, 2, ties.int()).argmax(1)
+    return E2M1[nearest] * values.sign() * scale
+
+
+def as_sent(packed: list[Tensor], format: str, pieces: int = 1) -> list[Tensor]:
+    """Return what one process computes of the packed gradients of all ranks: for each rank, the sum of its slices."""
+    ranks, numel = len(packed), -(-packed[0].numel() // len(packed))
+    size = 32 if "4_" in format or format == "int4" else 128
+    sums = []
+    for owner in range(ranks):
+        total = torch.zeros(numel)
+        for of_rank in packed:
+            cut = torch.nn.functional.pad(of_rank.float(), (0, ranks * numel - of_rank.numel()))
+            mine = cut.view(pieces, ranks, -1)[:, owner].reshape(-1)
+            padded = torch.nn.functional.pad(mine, (0, -numel % size))
+            total += torch.cat([rounded(block, format) for block in padded.split(size)])[:numel] if format else mine
+        sums.append(total)
+    return sums
+
+
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "int8", "int4", "float4_e2m1fn_x2"]
+SHORT = (
+    "*-optim_grads_params-eager-float8_e5m2",
+    "*-HSDP*params-aot_eager-int8",
+    "*-no_shard-eager-int8",
+    "*-optim_grads_params-aot_eager-int4",
+    "*-HFSDP-eager-float4_e2m1fn_x2",
+)
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"]
+
+
+def check(
+    model: Any, call: Any, strategy: str, format: str, outer_format: str = "", within: int = 0, microbatches: int = 2
+) -> None:
+    """Compare with what one process computes from the ranks' gradients, packed as buckets are. To the bit."""
+    data = batches(microbatches)
+    for number, micro in enumerate(data):
+        model.is_last_microbatch = number == microbatches - 1
+        call(micro[dist.get_rank()]).backward()
+    alone, ranks = parity.build(zoo.Uneven), dist.get_world_size()
+    names = [name for name, _ in alone.named_parameters()]
+    of = [[dict(zip(names, _gradients(alone, micro[rank]), strict=True)) for rank in range(ranks)] for micro in data]
+    params = dict(zip(names, model.parameters(), strict=True))
+    for bucket in model.sharded.buckets:
+        slots = bucket.plan.layout.slots
+
+        def packed(gradients: dict[str, Tensor], slots: Any = slots, bucket: Any = bucket) -> Tensor:
+            flat = torch.zeros(bucket.plan.layout.numel)
+            for slot in slots:
+                flat[slot.offset : slot.offset + slot.numel] = gradients[slot.name].flatten()
+            return flat
+
+        sent = [[packed(gradients) for gradients in by_rank] for by_rank in of]
+        if strategy in ONCE:
+            sent = [[in_order(list(each)) for each in zip(*sent, strict=True)]]
+        if strategy.startswith("H"):  # outer ranks exchange the sums of inner ranks once per step
+            inner = ranks // 2
+            groups = [
+                [torch.cat(as_sent(parts[i : i + inner], format)) for i in range(0, ranks, inner)] for parts in sent
+            ]
+            sums = [in_order(list(each)) for each in zip(*groups, strict=True)]
+            shards = zip(*(one.chunk(inner) for one in sums), strict=True)
+            summed = [torch.cat([torch.cat(as_sent(list(shard), outer_format)) for shard in shards])]
+        elif within:
+            summed = [in_levels(parts, format, outer_format, within) for parts in sent]
+        else:
+            summed = [torch.cat(as_sent(parts, format)) for parts in sent]
+        total = in_order([each * (1 / ranks) for each in summed])
+        for slot in slots:
+            right = total[slot.offset : slot.offset + slot.numel].view(params[slot.name].shape)
+            found = params[slot.name].grad.full_tensor()
+            assert torch.equal(found, right), f"{slot.name}: {(found - right).abs().max()}"
+
+
+def in_levels(parts: list[Tensor], format: str, outer_format: str, within: int) -> Tensor:
+    nodes = len(parts) // within
+    inner = [as_sent(parts[i : i + within], format, pieces=nodes) for i in range(0, len(parts), within)]
+    of_place = [as_sent([of_node[place] for of_node in inner], outer_format) for place in range(within)]
+    return torch.cat([of_place[place][node] for node, place in itertools.product(range(nodes), range(within))])
+
+
+@pytest.mark.long_unless(*SHORT)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_equals_one_process(strategy: str, mode: str, format: str) -> None:
+    model, call = make(strategy, mode, getattr(torch, format), fsdp_double_buffer=format == "float8_e5m2")
+    check(model, call, strategy, format)
+
+
+ROUNDED = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("float8_e4m3fn", "bfloat16")]
+"""Formats of gradients and of sums. The third is ZeRO++'s order: quantized inside the node, and again across."""
+
+
+@pytest.mark.long_unless("*-optim_grads_params-eager-*int4-int4", "*-HFSDP-aot_eager-*bfloat16", "*-HSDP*-eager-int8-*")
+@pytest.mark.parametrize(("format", "outer_format"), ROUNDED)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
+@on_ranks(4)
+def test_sums_that_are_rounded(strategy: str, mode: str, format: str, outer_format: str) -> None:
+    """Of two levels, or of inner ranks."""
+    within = 0 if strategy.startswith("H") else 2
+    policy = MixedPrecisionPolicy(
+        grad_comm_dtype=getattr(torch, format),
+        grad_sum_dtype=F32,
+        grad_outer_comm_dtype=getattr(torch, outer_format),
+        grad_sum_within=within or None,
+    )
+    model, call = make(strategy, mode, mixed_precision_policy=policy)
+    check(model, call, strategy, format, outer_format, within)
+
+
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_stochastic_rounding_is_the_same_everywhere(mode: str) -> None:
+    """In compiled code, and in another process: random numbers come from the values."""
+    policy = MixedPrecisionPolicy(grad_comm_dtype=torch.int4, grad_sum_dtype=F32, grad_comm_rounding="stochastic")
+    model, call = make("optim_grads_params", mode, mixed_precision_policy=policy)
+
+    def drawn(block: Tensor, format: str) -> Tensor:
+        raise AssertionError
+
+    def sums(packed: list[Tensor], format: str, pieces: int = 1) -> list[Tensor]:
+        assert (format, pieces) == ("int4", 1)
+        name, ranks = "stochastic int4", len(packed)
+        numel = packed[0].numel() // ranks
+        sent = [wire.encode(each, ranks, name).view(ranks, -1) for each in packed]
+        return [wire.sum_decoded(torch.cat([each[r] for each in sent]), ranks, numel, name) for r in range(ranks)]
+
+    with mock.patch.dict(globals(), {"as_sent": sums, "rounded": drawn}):
+        check(model, call, "optim_grads_params", "int4")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_stochastic_rounding_has_no_bias(format: str) -> None:
+    """Each result is one of the two neighbors, and the mean error of many is within four standard errors of none."""
+    values = torch.cat([torch.randn(4096, 127) * 0.3 + 0.1, torch.ones(4096, 1)], 1).view(-1)
+
+    def sent(name: str) -> Tensor:
+        return wire.sum_decoded(wire.encode(values, 1, name), 1, values.numel(), name)
+
+    found, nearest = sent(f"stochastic {format}"), sent(format)
+    errors = found - values
+    assert errors.mean().abs() < 4 * errors.std() / errors.numel() ** 0.5
+    assert torch.equal(found, sent(f"stochastic {format}"))
+    assert not torch.equal(found, nearest)
+    zeros = torch.ones(256)
+    zeros[::2] = 0.0
+    name = f"stochastic {format}"
+    assert not wire.sum_decoded(wire.encode(zeros, 1, name), 1, 256, name)[::2].any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_are_rounded_to_their_neighbors(format: str) -> None:
+    chosen = wire.FORMATS[format]
+    grid = {"int8": torch.arange(-127.0, 128), "int4": torch.arange(-7.0, 8), "float4_e2m1fn_x2": E2M1}.get(format)
+    if grid is None:
+        grid = torch.arange(256).to(torch.uint8).view(chosen.dtype).float()
+    grid = torch.cat([grid, -grid]).unique()
+    grid = grid[grid.isfinite()]
+    values = (torch.randn(10_000) * chosen.largest / 3).clamp(-chosen.largest, chosen.largest)
+    values = torch.cat([values, values * 1e-3])
+    found = wire._rounded(values, chosen, torch.rand(20_000))
+    above = torch.bucketize(values, grid)
+    assert ((found == grid[above]) | (found == grid[above - 1])).all()
+
+
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "float8_e5m2"])
+def test_rounding_is_that_of_torch(format: str) -> None:
+    """The general way to round, which other formats and random numbers need, against torch's casts."""
+    chosen = wire.FORMATS[format]
+    for size in (100.0, 1e-3, 1e-6):
+        values = (torch.randn(100_000) * size).clamp(-chosen.largest, chosen.largest)
+        assert torch.equal(wire._rounded(values, chosen, None), values.to(chosen.dtype).float())
+
+
+@on_ranks(2)
+def test_bytes_of_eight_bits() -> None:
+    """A byte per value, and four per 128 of them."""
+    model, _ = make("optim_grads_params", EAGER, torch.float8_e5m2)
+    sizes = [bucket.plan.layout.numel for bucket in model.sharded.buckets if bucket.plan.requires_grad]
+    with mock.patch.object(compat, "all_to_all", wraps=compat.all_to_all) as exchanged:
+        model(batches(1)[0, dist.get_rank()]).backward()
+    sent = sorted(call.args[0].nbytes for call in exchanged.call_args_list)
+    assert sent == sorted(2 * (-(-numel // 256)) * 132 for numel in sizes)
+    assert {call.args[0].dtype for call in exchanged.call_args_list} == {torch.uint8}
+
+
+def test_bytes_of_four_bits() -> None:
+    """A byte per pair of values, and two per 32 of them."""
+    for format in ("int4", "float4_e2m1fn_x2"):
+        assert wire.sent_numel(2 * 100, 2, format) == 2 * 4 * (16 + 2)
+        assert wire.encode(torch.randn(200), 2, format).numel() == 2 * 4 * 18
+
+
+def test_values_that_are_not_finite_stay_visible() -> None:
+    for format in FORMATS:
+        for value in (torch.inf, torch.nan):
+            values = torch.ones(512)
+            values[200] = value
+            total = wire.sum_decoded(wire.encode(values, 1, format), 1, 512, format)
+            assert not total[200].isfinite()
+            others = torch.cat([total[:128], total[256:]])
+            assert torch.allclose(others, torch.ones(384), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("arguments", [{"report_nan_in_param_grad": True}, {"zero_dp_strategy": "optim"}])
+@on_ranks(2)
+def test_the_first_stage_of_several_ranks_is_in_eight_bits(arguments: dict[str, Any]) -> None:
+    """Stages of one rank only wait, or look at gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    both = mesh["outer", "inner"]._flatten("both").get_group()
+    dims = {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "hybrid_fsdp_group": both}
+    policy = MixedPrecisionPolicy(grad_comm_dtype=torch.int8, grad_sum_dtype=F32)
+    model = fully_shard_model(
+        parity.build(zoo.Uneven),
+        fsdp_unit_modules=[zoo.Block],
+        device_mesh=mesh,
+        mixed_precision_policy=policy,
+        **dims,
+        **arguments,
+    )
+    with mock.patch.object(compat, "all_to_all", wraps=compat.all_to_all) as exchanged:
+        model(batches(1)[0, dist.get_rank()]).backward()
+    assert {call.args[0].dtype for call in exchanged.call_args_list} == {torch.uint8}
+    alone = parity.build(zoo.Uneven)
+    exact = [sum(each) / 2 for each in zip(*(_gradients(alone, one) for one in batches(1)[0]), strict=True)]
+    for param, right in zip(model.parameters(), exact, strict=True):
+        largest = right.abs().max()
+        torch.testing.assert_close(param.grad.full_tensor(), right, rtol=0, atol=float(largest) / 40)
+
+
+def test_tiny_values_count_as_zeros() -> None:
+    """Their scale would have few digits, or none."""
+    for format in FORMATS:
+        for largest in (0.0, 1e-45, 2.9e-43, 1e-38):
+            values = torch.full((128,), largest)
+            assert not wire.sum_decoded(wire.encode(values, 1, format), 1, 128, format).any()
+        small = torch.full((128,), 1e-30)
+        assert torch.allclose(
+            wire.sum_decoded(wire.encode(small, 1, format), 1, 128, format), small, rtol=2**-8, atol=0
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("format", ["float8_e5m2", "int8"])
+@on_ranks(2)
+def test_inductor_in_eight_bits(format: str) -> None:
+    _, eager = make("optim_grads_params", EAGER, getattr(torch, format))
+    model, call = make("optim_grads_params", INDUCTOR, getattr(torch, format))
+    batch = batches(1)[0, dist.get_rank()]
+    for each in (eager, call):
+        each(batch).backward()
+    for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=0.3, atol=1e-3)
+
+
+def test_eight_bits_that_are_refused() -> None:
+    for dtype in (torch.float8_e5m2, torch.int8):
+        with pytest.raises(ValueError, match=r"add grad_sum_dtype=torch\.float32"):
+            MixedPrecisionPolicy(grad_comm_dtype=dtype)
+    with pytest.raises(ValueError, match=r"gradients can be sent in torch\.float8_e4m3fn"):
+        MixedPrecisionPolicy(grad_comm_dtype=torch.float8_e8m0fnu, grad_sum_dtype=F32)
+    with pytest.raises(ValueError, match="floating-point"):
+        MixedPrecisionPolicy(grad_comm_dtype=torch.int16, grad_sum_dtype=F32)
+    with pytest.raises(ValueError, match="grad_outer_comm_dtype takes"):
+        MixedPrecisionPolicy(grad_sum_dtype=F32, grad_outer_comm_dtype=F32)
+    with pytest.raises(ValueError, match="add grad_sum_dtype"):
+        MixedPrecisionPolicy(grad_outer_comm_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="'nearest' or 'stochastic'"):
+        MixedPrecisionPolicy(grad_sum_dtype=F32, grad_comm_rounding="up")  # type: ignore[arg-type]
