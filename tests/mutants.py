@@ -872,6 +872,13 @@ def slices_sent_in_another_format(s: Subject) -> Iterator[Change]:
             yield set_arg(send, 3, "float8_e5m2")
 
 
+def slices_in_another_order(s: Subject) -> Iterator[Change]:
+    """Ranks get slices of others, as those of one level in two."""
+    for send in s.graph.find_nodes(op="call_function", target=roles.EXCHANGE_SLICES):
+        if len(send.args) > 4:
+            yield set_arg(send, 4, 1 if send.args[4] > 1 else 2)
+
+
 def slices_in_another_format(s: Subject) -> Iterator[Change]:
     """Slices are decoded in another format, or as another number of values."""
     for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
@@ -1390,6 +1397,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V6": (
         *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
         *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all, slices_sent_in_another_format),
+        slices_in_another_order,
     ),
     "V7": (
         *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),

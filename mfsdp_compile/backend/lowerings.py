@@ -3,8 +3,9 @@
 ``mfsdp::reduce_if_due``, ``mfsdp::exchange_slices`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and
 outputs must not be touched until their waits.
 
-``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, adds them in the order of ranks,
-and computes what follows; for more ranks than a kernel should read, the operator.
+``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, decodes them if they are in a
+format, adds them in the order of ranks, and computes what follows; for more ranks than a kernel should read, the
+operator. What ``mfsdp::exchange_slices`` sends in a format is encoded by kernels in front of the collective.
 
 ``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
 
@@ -29,24 +30,52 @@ from typing import Any
 import torch
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.formats import wire
 
 
 @functools.cache
 def register_lowerings() -> None:
     """Register the lowerings with Inductor. Runs once per process."""
     compat.register_lowering(torch.ops.mfsdp.pack_gradients.default, _pack_gradients)
-    for collective in (torch.ops.mfsdp.reduce_if_due.default, torch.ops.mfsdp.exchange_slices.default):
-        compat.register_lowering(collective, functools.partial(compat.inductor_collective, collective))
+    if_due = torch.ops.mfsdp.reduce_if_due.default
+    compat.register_lowering(if_due, functools.partial(compat.inductor_collective, if_due))
+    compat.register_lowering(torch.ops.mfsdp.exchange_slices.default, _exchange_slices)
     into_buffer = torch.ops.mfsdp.gather_into_buffer.default
     compat.register_lowering(
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
-    compat.register_lowering(torch.ops.mfsdp.wait_summed.default, compat.inductor_wait_summed)
+    compat.register_lowering(torch.ops.mfsdp.wait_summed.default, _wait_summed)
     deliver = torch.ops.mfsdp.deliver.default
     compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))
     dequantizes = torch.ops.mfsdp.wait_quantized.default
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
+
+
+_MOST_SLICES = 64
+"""Slices that one kernel reads."""
+
+
+def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pieces: int = 1) -> Any:
+    operator = torch.ops.mfsdp.exchange_slices.default
+    if format and _has_kernels(format, gradient.get_device()):
+        gradient, format, pieces = compat.inductor_inlined(wire.encode, gradient, ranks, format, pieces), "", 1
+    return compat.inductor_collective(operator, gradient, ranks, group, format, pieces)
+
+
+def _wait_summed(slices: Any, ranks: int, format: str = "", numel: int = 0) -> Any:
+    if ranks > _MOST_SLICES or (format and not _has_kernels(format, slices.get_device())):
+        return compat.inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
+    received = compat.inductor_wait(slices)
+    if format:
+        return compat.inductor_inlined(wire.sum_decoded, received, ranks, numel, format)
+    return compat.inductor_summed(received, ranks)
+
+
+def _has_kernels(format: str, device: torch.device) -> bool:
+    """Whether Triton can compute with a format on the device. Before Ada, it has no float8_e4m3fn."""
+    is_float8 = wire.FORMATS[format].dtype is torch.float8_e4m3fn
+    return not (is_float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
 
 
 def _pack_gradients(

@@ -100,13 +100,10 @@ def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
 
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
 def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
-    sent = gradient
     if format:
-        sent = wire.encode(gradient, group_size, format, pieces)
-    elif pieces > 1:
-        sent = wire.slices_of(gradient, group_size, pieces).reshape(-1)
-    elif padding := -gradient.numel() % group_size:
-        sent = torch.nn.functional.pad(gradient, (0, padding))
+        sent = wire.encode_each(gradient, group_size, format, pieces)
+    else:
+        sent = wire.slices_of(gradient, group_size, pieces).view(-1)
     slices = [sent.numel() // group_size] * group_size
     with profiling.exchanging_slices():
         return compat.all_to_all(sent, slices, slices, group)
@@ -120,7 +117,7 @@ def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format:
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
 def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
     if format:
-        return wire.sum_decoded(compat.wait_tensor(slices), group_size, numel, format)
+        return wire.sum_each(compat.wait_tensor(slices), group_size, numel, format)
     first, *others = compat.wait_tensor(slices).chunk(group_size)
     total = first.to(sum_dtype(first.dtype), copy=True)
     for other in others:
@@ -180,7 +177,7 @@ def _new_result(gradient: Tensor, collective: str, group_size: int) -> Tensor:
     if collective == "reduce_scatter":
         return gradient.new_empty(numel // group_size)
     if format := format_of(collective):
-        return gradient.new_empty(wire.sent_numel(numel, group_size, format), dtype=torch.uint8)
+        return gradient.new_empty(wire.sent_numel(numel, group_size, format), dtype=wire.FORMATS[format].sent_dtype)
     if exchanges_slices(collective):
         return gradient.new_empty(math.ceil(numel / group_size) * group_size)
     return gradient.new_empty(numel * (group_size if collective == "all_gather" else 1))

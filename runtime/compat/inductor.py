@@ -20,10 +20,12 @@ __all__ = [
     "graph_pass",
     "inductor_collective",
     "inductor_config_patches",
+    "inductor_inlined",
     "inductor_joint_passes",
     "inductor_memory",
     "inductor_quantize",
-    "inductor_wait_summed",
+    "inductor_summed",
+    "inductor_wait",
     "inductor_wait_then",
     "inductor_writing",
     "is_generated",
@@ -331,27 +333,51 @@ def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = Fals
     return _never_reused(result) if memory_of_others else result
 
 
+def inductor_wait(collective: Any) -> Any:
+    """Lower a wait for the result of a collective."""
+    from torch._inductor import lowering
+
+    return lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
+
+
 def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
     """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
+    from torch._inductor import ir
+
+    return ir.TensorBox.create(ir.FallbackKernel.create(operator, inductor_wait(collective), *args))
+
+
+def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:
+    """Lower a function of tensors, which Inductor's values and others stand for, operator by operator."""
+    from torch._inductor import decomposition, ir, lowering
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    values = [value for value in args if isinstance(value, ir.TensorBox)]
+
+    def of_values(*tensors: torch.Tensor) -> torch.Tensor:
+        given = iter(tensors)
+        return run(*(next(given) if isinstance(value, ir.TensorBox) else value for value in args))
+
+    with V.fake_mode:
+        like = [torch.empty(v.get_size(), dtype=v.get_dtype(), device=v.get_device()) for v in values]
+        traced = make_fx(of_values, decomposition.select_decomp_table())(*like)
+    found: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), values, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            given, settings = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+            found[node] = lowering.lowerings.get(node.target, node.target)(*given, **settings)  # or operator.getitem
+    (returned,) = traced.graph.output_node().args
+    return found[returned]
+
+
+def inductor_summed(slices: Any, ranks: int) -> Any:
+    """Lower the sum of slices, one after the other in a tensor, in float32 (float64 ones in that)."""
     from torch._inductor import ir, lowering
 
-    awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
-    return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
-
-
-def inductor_wait_summed(slices: Any, ranks: int, format: str = "", numel: int = 0) -> Any:
-    """Lower ``mfsdp::wait_summed`` as a wait, and additions in float32 in the order of ranks.
-
-    Slices in an 8-bit format are added by the operator.
-    """
-    from torch._inductor import ir, lowering
-
-    if ranks > _MOST_SLICES or format:
-        return inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
-    awaited = lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](slices)
-    load, (numel,), ops = awaited.make_loader(), awaited.get_size(), lowering.ops
+    load, (numel,), ops = slices.make_loader(), slices.get_size(), lowering.ops
     part = numel // ranks
-    dtype = torch.promote_types(awaited.get_dtype(), torch.float32)
+    dtype = torch.promote_types(slices.get_dtype(), torch.float32)
 
     def total(index: Sequence[Any]) -> Any:
         found = ops.to_dtype(load(index), dtype)
@@ -359,11 +385,7 @@ def inductor_wait_summed(slices: Any, ranks: int, format: str = "", numel: int =
             found = ops.add(found, ops.to_dtype(load([index[0] + rank * part]), dtype))
         return found
 
-    return ir.Pointwise.create(device=awaited.get_device(), dtype=dtype, inner_fn=total, ranges=[part])
-
-
-_MOST_SLICES = 64
-"""Slices that one kernel reads."""
+    return ir.Pointwise.create(device=slices.get_device(), dtype=dtype, inner_fn=total, ranges=[part])
 
 
 def inductor_writing(operator: Any, *args: Any) -> Any:

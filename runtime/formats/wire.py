@@ -18,6 +18,9 @@ layout, and not on how many microbatches or collectives there are.
 
 A slice may also be sent in 16 bits, without scales, where it would be in float32: sums of other ranks.
 
+There is one implementation, in operators without side effects. The eager path runs it slice by slice, because in
+float32 a slice is large. Inductor traces it over all slices, and fuses it.
+
 After the blockwise quantization of DeepSeek-V3 and of ZeRO++'s qgZ, which sends gradients in blocks of integers.
 """
 
@@ -42,153 +45,189 @@ class Format:
         dtype: What users call it. Torch has no numbers of 4 bits, but dtypes for them.
         bits: Bits of a value.
         block: Values that share a scale; 0: there are no scales.
-        scale: Dtype of scales.
+        scale_bytes: Bytes of a scale: 4 for float32, 2 for bfloat16.
         largest: The largest value.
-        mantissa, exponent: Bits of a number's mantissa, and the exponent of the smallest normal number; 0 and 64:
-            integers.
+        mantissa, exponent: Bits of a number's mantissa, and the exponent of the smallest normal number; None: integers.
         is_stochastic: Whether rounding is.
     """
 
     dtype: torch.dtype
     bits: int = 16
     block: int = 0
-    scale: torch.dtype = torch.float32
+    scale_bytes: int = 4
     largest: float = 0.0
-    mantissa: int = 0
-    exponent: int = 64
+    mantissa: int | None = None
+    exponent: int = 0
     is_stochastic: bool = False
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype of what collectives get."""
+        return torch.uint8 if self.block else self.dtype
 
     def padded(self, numel: int) -> int:
         """Return the values of whole blocks."""
         return math.ceil(numel / self.block) * self.block if self.block else numel
 
-    def data_bytes(self, numel: int) -> int:
-        """Return the bytes of a slice's values."""
-        return self.padded(numel) * self.bits // 8
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes in which a slice of ``numel`` values is sent."""
-        scales = self.padded(numel) // self.block * self.scale.itemsize if self.block else 0
-        return self.data_bytes(numel) + scales
+    def sent_numel(self, numel: int) -> int:
+        """Return the elements, of ``sent_dtype``, in which a slice of ``numel`` values is sent."""
+        padded = self.padded(numel)
+        return padded * self.bits // 8 + padded // self.block * self.scale_bytes if self.block else numel
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NAMED = {str(each.dtype).removeprefix("torch."): each for each in (
+_FORMATS = (
     Format(torch.bfloat16),
     Format(torch.float16),
-    Format(torch.float8_e4m3fn, 8, 128, torch.float32, 448.0, 3, -6),
-    Format(torch.float8_e5m2, 8, 128, torch.float32, 57344.0, 2, -14),
-    Format(torch.int8, 8, 128, torch.float32, 127.0),
-    Format(torch.float4_e2m1fn_x2, 4, 32, torch.bfloat16, 6.0, 1, 0),
-    Format(torch.int4, 4, 32, torch.bfloat16, 7.0),
-)}  # fmt: skip
-DTYPES = tuple(each.dtype for each in _NAMED.values() if each.block)
+    Format(torch.float8_e4m3fn, 8, 128, 4, 448.0, 3, -6),
+    Format(torch.float8_e5m2, 8, 128, 4, 57344.0, 2, -14),
+    Format(torch.int8, 8, 128, 4, 127.0),
+    Format(torch.float4_e2m1fn_x2, 4, 32, 2, 6.0, 1, 0),
+    Format(torch.int4, 4, 32, 2, 7.0),
+)
+DTYPES = tuple(each.dtype for each in _FORMATS if each.block)
 """The formats with scales, as the dtypes of their values."""
-OUTER_DTYPES = tuple(each.dtype for each in _NAMED.values())
+OUTER_DTYPES = tuple(each.dtype for each in _FORMATS)
 """Those that sums may be sent in."""
-_STOCHASTIC = "stochastic "
-FORMATS = _NAMED | {
-    _STOCHASTIC + name: replace(each, is_stochastic=True) for name, each in _NAMED.items() if each.block
-}
-"""The formats by the names by which graphs know them."""
 
 
 def name_of(dtype: object, is_stochastic: bool = False) -> str:
     """Return the name of a format."""
-    return (_STOCHASTIC if is_stochastic else "") + str(dtype).removeprefix("torch.")
+    return ("stochastic " if is_stochastic else "") + str(dtype).removeprefix("torch.")
+
+
+FORMATS = {name_of(each.dtype): each for each in _FORMATS} | {
+    name_of(each.dtype, True): replace(each, is_stochastic=True) for each in _FORMATS if each.block
+}
+"""The formats by the names by which graphs know them."""
 
 
 def sent_numel(numel: int, ranks: int, name: str) -> int:
-    """Return the bytes in which ``numel`` values are sent to ``ranks`` ranks, this one included."""
-    return ranks * FORMATS[name].nbytes(math.ceil(numel / ranks))
+    """Return the elements in which ``numel`` values are sent to ``ranks`` ranks, this one included."""
+    return ranks * FORMATS[name].sent_numel(math.ceil(numel / ranks))
 
 
-def encode(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
-    """Return what is sent for ``values``, ``[numel]``: bytes, ``[sent_numel(numel, ranks, name)]``.
-
-    Slices are encoded one after the other: in float32, one slice at a time is in memory.
+def slices_of(values: Tensor, ranks: int, pieces: int = 1) -> Tensor:
+    """Return what each rank gets of ``values``, ``[numel]``: ``[ranks, n]``, filled up with zeros.
 
     Args:
-        pieces: Number of pieces of a slice; see :func:`slices_of`.
+        pieces: Number of pieces that a slice consists of: of every ``ranks`` neighboring pieces, each rank gets one.
+            They divide the values.
     """
-    format = FORMATS[name]
-    numel = math.ceil(values.numel() / ranks)
-    sent = values.new_empty(ranks, format.nbytes(numel), dtype=torch.uint8)
-    for rank, message in enumerate(sent):
-        if pieces == 1:
-            mine = values[rank * numel : (rank + 1) * numel]
-        else:
-            mine = slices_of(values, ranks, pieces)[rank].reshape(-1)
-        padded = F.pad(mine, (0, format.padded(numel) - mine.numel()))
-        if format.block:
-            _encode(padded, format, *message.tensor_split([format.data_bytes(numel)]))
-        else:
-            message.copy_(padded.to(format.dtype).view(torch.uint8))
+    if pieces > 1:
+        return values.view(pieces, ranks, -1).transpose(0, 1).reshape(ranks, -1)
+    padding = -values.numel() % ranks
+    return (F.pad(values, (0, padding)) if padding else values).view(ranks, -1)
+
+
+def encode_each(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
+    """Do the same as :func:`encode` with one slice after the other in float32."""
+    slices = slices_of(values, ranks, pieces)
+    sent = values.new_empty(ranks, FORMATS[name].sent_numel(slices.shape[1]), dtype=FORMATS[name].sent_dtype)
+    for message, mine in zip(sent, slices, strict=True):
+        message.copy_(_encoded(mine[None], FORMATS[name])[0])
     return sent.view(-1)
 
 
-def slices_of(values: Tensor, ranks: int, pieces: int) -> Tensor:
-    """Return a view of what each rank gets, ``[ranks, pieces, n]``: of every ``ranks`` neighboring pieces, one each."""
-    return values.view(pieces, ranks, -1).transpose(0, 1)
+def encode(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
+    """Return what is sent for ``values``, ``[numel]``: ``[sent_numel(numel, ranks, name)]``; see :func:`slices_of`."""
+    return _encoded(slices_of(values, ranks, pieces), FORMATS[name]).view(-1)
 
 
-def _encode(values: Tensor, format: Format, data: Tensor, scale_bytes: Tensor) -> None:
-    blocks = values.view(-1, format.block).to(torch.float32)
-    largest = blocks.abs().amax(1, keepdim=True)
+def _encoded(slices: Tensor, format: Format) -> Tensor:
+    """Return messages, ``[ranks, sent_numel]``, for ``[ranks, numel]``."""
+    if not format.block:
+        return slices.to(format.dtype)
+    ranks, numel = slices.shape
+    padding = format.padded(numel) - numel
+    blocks = (F.pad(slices, (0, padding)) if padding else slices).to(torch.float32).view(ranks, -1, format.block)
+    largest = blocks.abs().amax(-1, keepdim=True)
     # True divisions: CUDA turns one by a number into a product with its reciprocal.
     scales = torch.div(largest, torch.full_like(largest, format.largest))
-    scales = torch.where(scales < _LEAST_SCALE, 1.0, scales).to(format.scale)
-    scaled = blocks.div(scales.float())
-    if format.is_stochastic or format.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    scales = torch.where(scales < _LEAST_SCALE, 1.0, scales)
+    if format.scale_bytes == 2:
+        scales = _as_bfloat16(scales)
+    scaled = blocks / scales
+    if format.is_stochastic or format.bits == 4 or format.mantissa is None:  # a cast rounds the others
         scaled = _rounded(scaled, format, _random(blocks) if format.is_stochastic else None)
-    data.copy_(_as_bytes(scaled, format).view(-1))
-    scale_bytes.copy_(scales.view(torch.uint8).view(-1))
+    codes = _codes(scaled, format)
+    bits = scales.view(torch.int32)
+    scale_bytes = torch.cat([bits >> shift & 0xFF for shift in _shifts(format)], -1).to(torch.uint8)
+    return torch.cat([codes.view(ranks, -1), scale_bytes.view(ranks, -1)], 1)
+
+
+def _as_bfloat16(scales: Tensor) -> Tensor:
+    """Round to bfloat16, and return float32. Compilers leave out a cast there and back."""
+    bits = scales.view(torch.int32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
+    return torch.where(scales.isfinite(), rounded, scales)
+
+
+def _shifts(format: Format) -> range:
+    """Return where the bytes of a scale are among a float32's bits. Those of bfloat16 are the upper half."""
+    return range(32 - 8 * format.scale_bytes, 32, 8)
 
 
 def _rounded(scaled: Tensor, format: Format, random: Tensor | None) -> Tensor:
     """Round to numbers of the format."""
-    # The distance of two numbers is a power of 2, by which a division is exact.
-    exponents = torch.frexp(scaled)[1].clamp_(min=format.exponent + 1) if format.exponent < 64 else None
-    distance = torch.ldexp(torch.ones_like(scaled), exponents - 1 - format.mantissa) if exponents is not None else 1.0
+    distance: Tensor | float = 1.0
+    if format.mantissa is not None:
+        # Numbers of one exponent are at equal distances, a power of 2. The bits of an exponent alone are its power.
+        power = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32)
+        distance = power.clamp(min=2.0**format.exponent) * 2.0**-format.mantissa
     steps = scaled / distance
-    steps = steps.round_() if random is None else steps.add_(random).floor_()
-    # A scale in bfloat16 may be rounded down. The scale of a block with a NaN is none: what is sent does not matter.
-    return (steps * distance).clamp_(-format.largest, format.largest)
+    steps = steps.round() if random is None else (steps + random).floor()
+    # A scale in bfloat16 may be rounded down.
+    return (steps * distance).clamp(-format.largest, format.largest)
 
 
 def _random(blocks: Tensor) -> Tensor:
-    """Return numbers in ``[0, 1)`` for the values of blocks: a hash (of splitmix64's kind) of their bits."""
-    place = torch.arange(blocks.numel(), device=blocks.device).view(blocks.shape)
-    found = blocks.view(torch.int32).sum(1, keepdim=True, dtype=torch.int64) * 0x5851F42D4C957F2D
-    found = found + place * 0x1E3779B97F4A7C15
-    for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
-        found = (found ^ (found >> 30)) * factor
-    return ((found >> 31) & 0xFFFFFF).to(torch.float32) / 2.0**24
+    """Return numbers in ``[0, 1)`` for the values of blocks: a hash of their bits and places."""
+    places = torch.arange(blocks[0].numel(), device=blocks.device).view(blocks[0].shape)
+    found = blocks.view(torch.int32).to(torch.int64).sum(-1, keepdim=True)
+    # Not a sum: Inductor would take products of places for indices, and compute them in 32 bits.
+    found = (found & 0x7FFFFFFF) * 0x27D4EB2F ^ places
+    for factor in (0x7FEB352D, 0x6C078965, 0x5BD1E995):  # of 31 bits: no product overflows
+        found = ((found ^ found >> 16) & 0x7FFFFFFF) * factor
+    return (found >> 30 & 0xFFFFFF).to(torch.float32) / 2.0**24
 
 
-def _as_bytes(values: Tensor, format: Format) -> Tensor:
+def _codes(values: Tensor, format: Format) -> Tensor:
+    """Return the bytes of rounded values, ``[..., block]``. What stands for a NaN does not matter: its scale is one."""
+    if format.mantissa is None:
+        values = torch.where(values.isnan(), 0.0, values)
     if format.bits == 8:
-        if format.dtype is torch.int8:
-            values = values.nan_to_num_(0.0)
         return values.to(format.dtype).view(torch.uint8)
-    values = values.nan_to_num_(0.0)
-    if format.dtype is torch.int4:
-        codes = (values + 8).to(torch.uint8)
+    if format.mantissa is None:
+        codes = values.to(torch.int32) + 8
     else:
-        size = values.abs()
-        codes = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.uint8)
-        codes += (values < 0).to(torch.uint8) << 3
-    return codes[:, ::2] | codes[:, 1::2] << 4
+        size = torch.where(values.isnan(), 0.0, values.abs())
+        codes = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.int32)
+        codes = torch.where(values < 0, codes + 8, codes)
+    pairs = codes.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
 
-def _values(data: Tensor, format: Format) -> Tensor:
-    """Return what bytes stand for, in float32, before it is scaled."""
-    if format.bits != 4:
-        return data.view(format.dtype).to(torch.float32)
-    integers = torch.arange(-8.0, 8.0, device=data.device)
-    e2m1 = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=data.device)
-    table = integers if format.dtype is torch.int4 else e2m1
-    return F.embedding(torch.stack([data & 15, data >> 4], -1).int().view(-1), table[:, None]).view(-1)
+def _values(codes: Tensor, format: Format) -> Tensor:
+    """Return what bytes stand for, in float32, before it is scaled: the inverse of :func:`_codes`."""
+    if format.bits == 8:
+        return codes.view(format.dtype).to(torch.float32)
+    both = codes.to(torch.int32)
+    nibbles = torch.stack([both & 15, both >> 4], -1).flatten(-2)
+    if format.mantissa is None:
+        return (nibbles - 8).to(torch.float32)
+    size = (nibbles & 7).to(torch.float32)
+    size = torch.where(size < 4, size / 2, torch.where(size < 6, size - 2, size * 2 - 8))
+    return torch.where(nibbles < 8, size, -size)
+
+
+def sum_each(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
+    """Do the same as :func:`sum_decoded` with one slice after the other in float32."""
+    total: Tensor | None = None
+    for received in sent.view(ranks, -1):
+        decoded = _decoded(received[None], numel, FORMATS[name])[0]
+        total = decoded if total is None else total.add_(decoded)
+    assert total is not None
+    return total
 
 
 def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
@@ -198,14 +237,20 @@ def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
         sent: The slices of all ranks for this one, one after the other.
         numel: Values of a slice.
     """
-    format = FORMATS[name]
-    total: Tensor | None = None
-    for received in sent.view(ranks, -1):
-        data, scale_bytes = received.tensor_split([format.data_bytes(numel)])
-        decoded = _values(data, format)
-        if format.block:
-            scales = scale_bytes.clone().view(format.scale).float()
-            decoded = (decoded.view(-1, format.block) * scales.unsqueeze(1)).view(-1)[:numel]
-        total = decoded if total is None else total.add_(decoded)
-    assert total is not None
+    total, *others = _decoded(sent.view(ranks, -1), numel, FORMATS[name])
+    for other in others:
+        total = total + other
     return total
+
+
+def _decoded(messages: Tensor, numel: int, format: Format) -> Tensor:
+    """Return the values of messages, ``[ranks, numel]`` in float32."""
+    if not format.block:
+        return messages.to(torch.float32)
+    ranks, padded = len(messages), format.padded(numel)
+    codes, scale_bytes = messages.tensor_split([padded * format.bits // 8], 1)
+    parts = scale_bytes.unflatten(1, (-1, format.scale_bytes)).to(torch.int32).unbind(-1)
+    bits = sum(part << shift for part, shift in zip(parts, _shifts(format), strict=True))
+    assert isinstance(bits, Tensor)
+    values = _values(codes, format).view(ranks, -1, format.block) * bits.view(torch.float32).unsqueeze(-1)
+    return values.view(ranks, -1)[:, :numel]

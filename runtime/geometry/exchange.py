@@ -260,8 +260,9 @@ class Exchange(_Fields):
     def stage_bytes(self, stage: int) -> int:
         """Bytes of that tensor as it is sent."""
         numel = self.stage_numel(stage)
-        if format_of(self.collectives[stage]):
-            return wire.sent_numel(numel, self.group_sizes[stage], format_of(self.collectives[stage]))
+        if format := format_of(self.collectives[stage]):
+            sent = wire.sent_numel(numel, self.group_sizes[stage], format)
+            return sent * wire.FORMATS[format].sent_dtype.itemsize
         return numel * self.stage_dtype(stage).itemsize
 
     def sum_arguments(self, stage: int) -> tuple[int, str, int]:

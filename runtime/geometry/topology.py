@@ -340,17 +340,16 @@ class Topology:
         """
         found: list[ReductionStage] = []
         for stage in self.stages:
+            follows = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
             if within and not found:
                 # Neighbor j gets what belongs to the j-th rank of every group of neighbors.
                 neighbors, peers = self.levels[within]
                 found.append(ReductionStage(exchange_of("", peers.size), neighbors, stage.when))
-                when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
-                found.append(ReductionStage(exchange_of(""), peers, when))
+                found.append(ReductionStage(exchange_of(""), peers, follows))
                 continue
             found.append(replace(stage, collective=exchange_of("")))
             if stage.collective == "all_reduce" and stage.group.size > 1:
-                when = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
-                found.append(ReductionStage("all_gather", stage.group, when))
+                found.append(ReductionStage("all_gather", stage.group, follows))
         return tuple(found)
 
     # -- process groups -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mfsdp_compile.passes import changes, roles
 from mfsdp_compile.passes.context import Context
 
 GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
-REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
+REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due", "exchange_slices"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 
 

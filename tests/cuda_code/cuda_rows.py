@@ -51,11 +51,18 @@ class Row:
         return f"{self.model}: {self.name}"
 
 
-PRECISIONS: dict[str, dict[str, str | None]] = {
+_SUMS = {"grad_comm_dtype": "bfloat16", "grad_sum_dtype": "float32"}
+PRECISIONS: dict[str, dict[str, str | int | None]] = {
     "float32": {},
     "bfloat16": {"main_params_dtype": None},
     "mixed": {},
     "float32 reductions": {"grad_comm_dtype": "float32"},
+    "sums in float32": _SUMS,
+    "gradients in int8": _SUMS | {"grad_comm_dtype": "int8"},
+    "gradients in float8": _SUMS | {"grad_comm_dtype": "float8_e5m2"},
+    "gradients in int4, stochastic": _SUMS | {"grad_comm_dtype": "int4", "grad_comm_rounding": "stochastic"},
+    "gradients in float4": _SUMS | {"grad_comm_dtype": "float4_e2m1fn_x2"},
+    "two levels, int8": _SUMS | {"grad_comm_dtype": "int8", "grad_sum_within": 2, "grad_outer_comm_dtype": "int8"},
     "float8 gathers": {"param_comm_dtype": "float8_e4m3fn"},
     "mxfp8 gathers": {"param_comm_dtype": "float8_e4m3fn", "param_comm_scaling": "mxfp8"},
     "nvfp4 gathers": {"param_comm_dtype": "float4_e2m1fn_x2", "param_comm_scaling": "nvfp4"},
@@ -174,6 +181,16 @@ COMPUTED: dict[int, list[Row]] = {
                 "float32 reductions": Setting(precision="float32 reductions"),
                 "`float32_gradients`": Setting(precision="float32 reductions", options=_WIDENED),
                 "regions, `float32_gradients`": Setting(precision="float32 reductions", options=_WIDENED | _REGIONS),
+                **{
+                    name: Setting(precision=name)
+                    for name in (
+                        "sums in float32",
+                        "gradients in int8",
+                        "gradients in float8",
+                        "gradients in int4, stochastic",
+                        "gradients in float4",
+                    )
+                },
                 "float8 gathers": Setting(precision="float8 gathers"),
                 "mxfp8 gathers": Setting(precision="mxfp8 gathers"),
                 "nvfp4 gathers": Setting(precision="nvfp4 gathers"),
@@ -196,6 +213,7 @@ COMPUTED: dict[int, list[Row]] = {
             "sharded over 2 groups": _float32(outer=True, sharding={"outer_dp_sharding_strategy": 1}),
             "`reshard_after_forward` 2": _float32(options={"reshard_after_forward": 2}),
             "2 groups, 2 microbatches, strategy 2": _float32(outer=True, strategy=2, microbatches=2),
+            "two levels, int8": Setting(precision="two levels, int8"),
         },
     ),
 }

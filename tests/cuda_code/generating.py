@@ -78,7 +78,7 @@ def shard(model: nn.Module, units: list[type], setting: Setting, device: str) ->
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         both = mesh["outer", "fsdp"]._flatten().get_group() if setting.outer else None
     policy = {
-        key: getattr(torch, v) if hasattr(torch, v or "") else v for key, v in PRECISIONS[setting.precision].items()
+        key: getattr(torch, v, v) if isinstance(v, str) else v for key, v in PRECISIONS[setting.precision].items()
     }
     offload = _OFFLOADS[setting.offloads]
     with (

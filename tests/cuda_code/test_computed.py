@@ -41,7 +41,7 @@ HALF = 0.05
 FLOAT8 = 0.25
 """The same where products are in float8, which the eager path's are not: their operands' roundings are 2^-4."""
 QUANTIZED = 0.5
-"""The same for the distance to one process where what is gathered is quantized, to four bits at worst."""
+"""The same for the distance to one process where what is sent is quantized, to four bits at worst."""
 CHANGED = {"early scales": Setting(precision="mxfp8 gathers")}
 """Settings of Llama whose code mutants change; not named: float32."""
 QUICK = {("Llama: strategy 3", "wrapper")}
@@ -118,7 +118,10 @@ def bounds(row: Row) -> tuple[float, float]:
     if "fp8_matmul" in setting.options:
         return FLOAT8, FLOAT8
     mine = FLOAT32 if setting.precision == "float32" else HALF
-    return mine, QUANTIZED if "gathers" in setting.precision else mine
+    if "4" in setting.precision and "gradients" in setting.precision:  # other numbers are rounded to other neighbors
+        mine = QUANTIZED
+    is_quantized = any(word in setting.precision for word in ("gathers", "gradients", "levels"))
+    return mine, QUANTIZED if is_quantized else mine
 
 
 @pytest.mark.parametrize(("ranks", "row", "way"), _each(("wrapper", "kernels")))

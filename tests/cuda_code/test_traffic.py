@@ -49,6 +49,25 @@ def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
     assert abs(ours["bytes"] - plain["bytes"] - casts) <= 0.01 * plain["bytes"]
 
 
+@pytest.mark.parametrize(
+    ("reduction", "sent"),
+    [("sums in float32", 2.0), ("gradients in int8", 1 + 4 / 128), ("gradients in int4, stochastic", 0.5 + 2 / 32)],
+)
+def test_sums_read_what_was_received_once(facts: dict[str, Any], reduction: str, sent: float) -> None:
+    """A sum reads all slices and writes the gradient, in float32, where a cast read a shard and wrote it.
+
+    What is sent in a format is read once more to find scales, at worst, and written.
+    """
+    of_backend, of_sums = facts["reductions"]["mixed"], facts["reductions"][reduction]
+    numel = facts["parameters"]
+    sums = sent * numel - 2 * numel / RANKS
+    encoding = 0.0 if sent == 2 else (2 + 2 + sent) * numel
+    extra = of_sums["bytes"] - of_backend["bytes"] - sums
+    assert of_sums["products"] == of_backend["products"]
+    # 0.2 bytes: scales, and sums of blocks' bits, in memory of their own
+    assert abs(extra) <= 0.01 * numel if not encoding else 0 <= extra <= encoding + 0.4 * numel, extra / numel
+
+
 def test_hooks_copy_what_is_whole(facts: dict[str, Any]) -> None:
     """FSDP2 copies each gathered bucket to its parameters, twice, and each gradient to its bucket."""
     whole = 2 * facts["parameters"]

@@ -79,9 +79,9 @@ def _bytes(event: Event) -> int:
     return event.bytes or sum(span.stop - span.start for span in (*event.reads, *event.writes))
 
 
-def of_layers(layers: int, options: dict[str, Any] | None) -> Cost:
+def of_layers(layers: int, options: dict[str, Any] | None, precision: str) -> Cost:
     """Return the cost of a model; ``options`` are those of the backend, None: it is not sharded."""
-    setting = Setting(options=options or {})
+    setting = Setting(precision=precision, options=options or {})
     with on_fake_device("Llama", replace(SIZES, layers=layers), setting.dtype) as (model, units, inputs):
         if options is None:
             return cost(recordings_of(model, inputs, compile_fx, True))
@@ -90,8 +90,8 @@ def of_layers(layers: int, options: dict[str, Any] | None) -> Cost:
             return cost(recordings_of(model, inputs, lambda *graph: mfsdp(*graph, options=options), True))
 
 
-def layer(options: dict[str, Any] | None) -> Cost:
-    return (of_layers(5, options) - of_layers(3, options)).times(0.5)
+def layer(options: dict[str, Any] | None, precision: str = "mixed") -> Cost:
+    return (of_layers(5, options, precision) - of_layers(3, options, precision)).times(0.5)
 
 
 class _Copies(TorchDispatchMode):
@@ -190,6 +190,10 @@ def main() -> None:
         "costs": {name: asdict(each) for name, each in costs.items()},
         "hooks": by_operator,
         "flops": flops.get_total_flops(),
+        "reductions": {
+            name: asdict(layer({"regions": False}, name))
+            for name in ("mixed", "sums in float32", "gradients in int8", "gradients in int4, stochastic")
+        },
         "parameters": sum(p.numel() for p in block.parameters()),
     }
     print(json.dumps(facts), file=results, flush=True)

@@ -53,6 +53,9 @@ HAS_ROWS = compat.multiplies_by_rows(torch.device("cpu"))
 """Whether graphs with products in float8 that have scales of rows can run here."""
 OF_ROWS = (mutants.scales_not_folded, mutants.quantized_over_the_other_dimension)
 SUMMED = MixedPrecisionPolicy(grad_sum_dtype=F32)
+IN_LEVELS = MixedPrecisionPolicy(
+    grad_comm_dtype=torch.int8, grad_sum_dtype=F32, grad_sum_within=2, grad_outer_comm_dtype=torch.int4
+)
 IN_EIGHT_BITS = MixedPrecisionPolicy(grad_comm_dtype=torch.int8, grad_sum_dtype=F32)
 MXFP8 = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="mxfp8")
 NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
@@ -174,6 +177,7 @@ def graphs() -> list[Scheduled]:
             *(_multiplied_by_rows() if HAS_ROWS else ()),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
             *captured("sums in float32", zoo.Plain, "HSDP optim_grads_params", BF16, policy=SUMMED),
+            *captured("sums in two levels", zoo.Plain, "optim_grads_params", BF16, policy=IN_LEVELS),
             *captured("8 bits on the wire", zoo.Plain, "HSDP optim_grads_params", policy=IN_EIGHT_BITS),
             *captured("steps in backward", zoo.Uneven, "optim_grads_params", step_in_backward=True),
             *captured("steps in backward", zoo.Plain, "HSDP optim", BF16, step_in_backward=True),
@@ -478,7 +482,13 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
 def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None:
     """The text that ranks compare distinguishes orders of the same collectives, which rule V6 leaves to the ranks."""
     found = set()
-    same = ("regions", "float8", "saved values", "steps in backward")  # these have the same collectives as others
+    same = (
+        "regions",
+        "float8",
+        "saved values",
+        "steps in backward",
+        "two levels",
+    )  # these have the same collectives as others
     graphs = [scheduled for scheduled in graphs if not any(word in scheduled.name for word in same)]
     for scheduled in graphs:
         s = scheduled.copy()

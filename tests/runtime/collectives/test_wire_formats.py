@@ -195,6 +195,26 @@ def test_stochastic_rounding_has_no_bias(format: str) -> None:
     assert not wire.sum_decoded(wire.encode(zeros, 1, name), 1, 256, name)[::2].any()
 
 
+def test_random_numbers_are_a_hash_of_bits_and_place() -> None:
+    """Uniform, and no value's number says anything about its neighbor's. Bounds: four standard errors."""
+    numbers = wire._random(torch.randn(1000, 32))
+    assert abs(numbers.mean() - 0.5) < 4 * 12**-0.5 / 32_000**0.5
+    for other in (numbers[:, :-1], numbers[:-1]):
+        mine = numbers[:, 1:] if other.shape[1] < 32 else numbers[1:]
+        assert torch.corrcoef(torch.stack([mine.flatten(), other.flatten()]))[0, 1].abs() < 4 / mine.numel() ** 0.5
+
+
+def test_values_that_a_rounded_scale_cuts_off() -> None:
+    """A scale in bfloat16 may be rounded down, and the largest value is then beyond the largest number."""
+    for largest in torch.linspace(1, 2, 200):
+        values = torch.zeros(32)
+        values[0], values[1] = largest, -largest
+        for format in ("int4", "float4_e2m1fn_x2", "stochastic int4", "stochastic float4_e2m1fn_x2"):
+            found = wire.sum_decoded(wire.encode(values, 1, format), 1, 32, format)
+            assert found[0] > largest * 0.6  # not another number's code
+            assert found[1] < -largest * 0.6
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_are_rounded_to_their_neighbors(format: str) -> None:
     chosen = wire.FORMATS[format]
