@@ -25,12 +25,18 @@ from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_o
 from mfsdp_compile.demo.corpus import ByteText, standard_library
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 
+_NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn_x2", "int4")
 FORMATS: dict[str, Any] = {
     "float32": {},
-    "bfloat16": {"grad_comm_dtype": torch.bfloat16, "grad_sum_dtype": torch.float32},
-    "float8_e4m3fn": {"grad_comm_dtype": torch.float8_e4m3fn, "grad_sum_dtype": torch.float32},
-    "float8_e5m2": {"grad_comm_dtype": torch.float8_e5m2, "grad_sum_dtype": torch.float32},
-    "int8": {"grad_comm_dtype": torch.int8, "grad_sum_dtype": torch.float32},
+    **{name: {"grad_comm_dtype": getattr(torch, name), "grad_sum_dtype": torch.float32} for name in _NAMES},
+    **{
+        f"{name}, stochastic": {
+            "grad_comm_dtype": getattr(torch, name),
+            "grad_sum_dtype": torch.float32,
+            "grad_comm_rounding": "stochastic",
+        }
+        for name in _NAMES[1:]
+    },
 }
 SEEDS = (0, 1, 2)
 BATCH, LENGTH, RANKS = 16, 128, 2
@@ -73,7 +79,7 @@ def work(rank: int, store: str, steps: int, out: str) -> None:
             shown = "  ".join(
                 f"{loss:.4f} ({difference:+.4f})" for loss, difference in zip(results[name], less, strict=True)
             )
-            print(f"{name:14} {shown}", flush=True)
+            print(f"{name:28} {shown}", flush=True)
     if rank == 0 and out:
         about = [
             f"machine: {platform.machine()} CPU, {os.cpu_count()} cores",

@@ -4,8 +4,8 @@
 outputs must not be touched until their waits.
 
 ``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, decodes them if they are in a
-format, adds them in the order of ranks, and computes what follows; for more ranks than a kernel should read, the
-operator. What ``mfsdp::exchange_slices`` sends in a format is encoded by kernels in front of the collective.
+format, adds them in the order of ranks, and computes what follows; for more ranks than a kernel should read, several,
+one after the other. What ``mfsdp::exchange_slices`` sends in a format is encoded by kernels in front of the collective.
 
 ``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
 
@@ -52,10 +52,6 @@ def register_lowerings() -> None:
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 
 
-_MOST_SLICES = 64
-"""Slices that one kernel reads."""
-
-
 def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pieces: int = 1) -> Any:
     operator = torch.ops.mfsdp.exchange_slices.default
     if format and _has_kernels(format, gradient.get_device()):
@@ -64,12 +60,16 @@ def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pi
 
 
 def _wait_summed(slices: Any, ranks: int, format: str = "", numel: int = 0) -> Any:
-    if ranks > _MOST_SLICES or (format and not _has_kernels(format, slices.get_device())):
+    if format and not _has_kernels(format, slices.get_device()):
         return compat.inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
-    received = compat.inductor_wait(slices)
-    if format:
-        return compat.inductor_inlined(wire.sum_decoded, received, ranks, numel, format)
-    return compat.inductor_summed(received, ranks)
+    received, total = compat.inductor_wait(slices), None
+    numel = numel or received.get_numel() // ranks
+    for first in range(0, ranks, wire.SLICES_AT_ONCE):
+        some, count = compat.inductor_part(received, ranks, first, first + wire.SLICES_AT_ONCE)
+        total = compat.inductor_inlined(wire.sum_decoded, some, count, numel, format, total)
+        if first + count < ranks:
+            total.realize()
+    return total
 
 
 def _has_kernels(format: str, device: torch.device) -> bool:

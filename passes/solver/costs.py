@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.formats import quantize, wire
 from mfsdp_compile.runtime.geometry.exchange import (
-    EXCHANGE_OF_SLICES,
     exchanges_slices,
     format_of,
     kind_of,
@@ -175,7 +174,7 @@ class CostModel:
         reduced, shard = exchange.stage_dtype(len(exchange.collectives)), info.layout.shard_numel
         casts = reduced != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
-        if self.fused and exchange.collectives[-1:] == [EXCHANGE_OF_SLICES]:
+        if self.fused and exchange.collectives and exchanges_slices(exchange.collectives[-1]):
             return 0.0  # the kernel that sums the slices does it
         if casts and scales and not self.fused:
             return self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
@@ -187,19 +186,19 @@ class CostModel:
         if not exchanges_slices(exchange.collectives[stage]):
             return 0.0
         ranks, itemsize = exchange.group_sizes[stage], exchange.stage_dtype(stage).itemsize
-        part = exchange.stage_numel(stage) // ranks
-        if not format_of(exchange.collectives[stage]) and exchange.is_copied(stage):  # to the order of slices
-            return self._added(part, ranks, itemsize) + self.moved(2 * part * ranks * itemsize)
-        if format_of(exchange.collectives[stage]):  # decoded, scaled and added one after the other; encoded before
-            encoded = self.moved(part * ranks * (itemsize + 8)) + 2 * self.moved(part * ranks * 8)
-            return encoded + ranks * (self.moved(part * 5) + self.moved(part * 8) + self.moved(part * 12))
-        return self._added(part, ranks, itemsize)
-
-    def _added(self, numel: int, ranks: int, itemsize: int) -> float:
-        """Return the seconds to add slices."""
+        part, sent = exchange.stage_numel(stage) // ranks, exchange.stage_bytes(stage)
+        whole, format = part * ranks, format_of(exchange.collectives[stage])
         if self.fused:
-            return self.moved(numel * (ranks * itemsize + 4))
-        return self.moved(numel * (itemsize + 4)) + (ranks - 1) * self.moved(numel * (itemsize + 8))
+            kernels = math.ceil(ranks / wire.SLICES_AT_ONCE)
+            added = self.moved(sent + part * 4 * (2 * kernels - 1)) + (kernels - 1) * self.hardware.kernel_seconds
+            # For a format, values are read twice: for the scales, and to be rounded.
+            reads = whole * itemsize * (2 if format else 1)
+            return added + (self.moved(reads + sent) if exchange.is_copied(stage) else 0.0)
+        if format:  # rounded in several operators before; decoded, scaled and added one after the other
+            rounded = self.moved(whole * (itemsize + 8)) + 2 * self.moved(whole * 8)
+            return rounded + ranks * (self.moved(part * 5) + self.moved(part * 8) + self.moved(part * 12))
+        added = self.moved(part * (itemsize + 4)) + (ranks - 1) * self.moved(part * (itemsize + 8))
+        return added + (self.moved(2 * whole * itemsize) if exchange.is_copied(stage) else 0)
 
     # -- computation --------------------------------------------------------------------------------------------------
 

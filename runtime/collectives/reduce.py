@@ -116,13 +116,7 @@ def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format:
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
 def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
-    if format:
-        return wire.sum_each(compat.wait_tensor(slices), group_size, numel, format)
-    first, *others = compat.wait_tensor(slices).chunk(group_size)
-    total = first.to(sum_dtype(first.dtype), copy=True)
-    for other in others:
-        total.add_(other)
-    return total
+    return wire.sum_each(compat.wait_tensor(slices), group_size, numel or slices.numel() // group_size, format)
 
 
 @torch.library.register_fake("mfsdp::wait_summed", lib=library)

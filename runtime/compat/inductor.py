@@ -23,8 +23,8 @@ __all__ = [
     "inductor_inlined",
     "inductor_joint_passes",
     "inductor_memory",
+    "inductor_part",
     "inductor_quantize",
-    "inductor_summed",
     "inductor_wait",
     "inductor_wait_then",
     "inductor_writing",
@@ -349,7 +349,7 @@ def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
 
 def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:
     """Lower a function of tensors, which Inductor's values and others stand for, operator by operator."""
-    from torch._inductor import decomposition, ir, lowering
+    from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -361,7 +361,7 @@ def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:
 
     with V.fake_mode:
         like = [torch.empty(v.get_size(), dtype=v.get_dtype(), device=v.get_device()) for v in values]
-        traced = make_fx(of_values, decomposition.select_decomp_table())(*like)
+        traced = make_fx(of_values, lowering.decompositions)(*like)
     found: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), values, strict=True))
     for node in traced.graph.nodes:
         if node.op == "call_function":
@@ -371,21 +371,13 @@ def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:
     return found[returned]
 
 
-def inductor_summed(slices: Any, ranks: int) -> Any:
-    """Lower the sum of slices, one after the other in a tensor, in float32 (float64 ones in that)."""
-    from torch._inductor import ir, lowering
+def inductor_part(value: Any, count: int, first: int, end: int) -> tuple[Any, int]:
+    """Return the parts from ``first`` to ``end`` of a flat value that consists of ``count``, and their number."""
+    from torch._inductor import lowering
 
-    load, (numel,), ops = slices.make_loader(), slices.get_size(), lowering.ops
-    part = numel // ranks
-    dtype = torch.promote_types(slices.get_dtype(), torch.float32)
-
-    def total(index: Sequence[Any]) -> Any:
-        found = ops.to_dtype(load(index), dtype)
-        for rank in range(1, ranks):
-            found = ops.add(found, ops.to_dtype(load([index[0] + rank * part]), dtype))
-        return found
-
-    return ir.Pointwise.create(device=slices.get_device(), dtype=dtype, inner_fn=total, ranges=[part])
+    end, size = min(end, count), value.get_numel() // count
+    part = lowering.lowerings[torch.ops.aten.slice.Tensor](value, 0, first * size, end * size)
+    return part, end - first
 
 
 def inductor_writing(operator: Any, *args: Any) -> Any:

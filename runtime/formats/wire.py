@@ -220,33 +220,41 @@ def _values(codes: Tensor, format: Format) -> Tensor:
     return torch.where(nibbles < 8, size, -size)
 
 
+SLICES_AT_ONCE = 64
+"""Slices that one generated kernel reads and adds."""
+
+
 def sum_each(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
     """Do the same as :func:`sum_decoded` with one slice after the other in float32."""
     total: Tensor | None = None
     for received in sent.view(ranks, -1):
-        decoded = _decoded(received[None], numel, FORMATS[name])[0]
+        decoded = _decoded(received[None], numel, name)[0]
         total = decoded if total is None else total.add_(decoded)
     assert total is not None
     return total
 
 
-def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
-    """Return the sum of what ranks have sent, in float32 and in the order of ranks.
+def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str, onto: Tensor | None = None) -> Tensor:
+    """Return the sum of what ranks have sent, in the order of ranks: in float32, and of float64 in that.
 
     Args:
-        sent: The slices of all ranks for this one, one after the other.
+        sent: The slices of ranks for this one, one after the other.
         numel: Values of a slice.
+        name: Format. "": slices are sent as they are.
+        onto: Sum of earlier ranks.
     """
-    total, *others = _decoded(sent.view(ranks, -1), numel, FORMATS[name])
-    for other in others:
-        total = total + other
+    total = onto
+    for decoded in _decoded(sent.view(ranks, -1), numel, name):
+        total = decoded if total is None else total + decoded
+    assert total is not None
     return total
 
 
-def _decoded(messages: Tensor, numel: int, format: Format) -> Tensor:
-    """Return the values of messages, ``[ranks, numel]`` in float32."""
-    if not format.block:
-        return messages.to(torch.float32)
+def _decoded(messages: Tensor, numel: int, name: str) -> Tensor:
+    """Return the values of messages, ``[ranks, numel]``."""
+    format = FORMATS[name] if name else None
+    if format is None or not format.block:
+        return messages[:, :numel].to(torch.promote_types(messages.dtype, torch.float32), copy=True)
     ranks, padded = len(messages), format.padded(numel)
     codes, scale_bytes = messages.tensor_split([padded * format.bits // 8], 1)
     parts = scale_bytes.unflatten(1, (-1, format.scale_bytes)).to(torch.int32).unbind(-1)

@@ -28,7 +28,7 @@ def poison(tensor: Tensor) -> Tensor:
         if tensor.dtype is torch.bool:
             return tensor.fill_(True)
         if tensor.is_contiguous():
-            tensor.view(torch.uint8).fill_(0x7F)
+            tensor.as_strided((*tensor.shape, 1), (*tensor.stride(), 1)).view(torch.uint8).fill_(0x7F)
         return tensor
 
 

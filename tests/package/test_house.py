@@ -27,7 +27,14 @@ LAYERS = [
 """A file may import files of its own layer and of earlier ones. The longest matching prefix gives a file's layer."""
 
 READ_BY_PASSES = {
-    *("collectives.ops", "formats.fp8_linear", "formats.quantize", "geometry.exchange", "geometry.layout"),
+    *(
+        "collectives.ops",
+        "formats.fp8_linear",
+        "formats.quantize",
+        "formats.wire",
+        "geometry.exchange",
+        "geometry.layout",
+    ),
     *("nearest", "schedule.decisions", "schedule.file", "schedule.phase", "schedule.policy", "schedule.text"),
     "untrusted_files",
 }

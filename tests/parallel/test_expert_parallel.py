@@ -290,6 +290,28 @@ def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
     check_against(first_step, "2 x 2", mode, False, calculate_per_token_loss=True)
 
 
+@pytest.mark.long_unless("*-int8")
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+@on_ranks(4)
+def test_gradients_that_are_summed_in_order(format: str) -> None:
+    """Of experts over the ranks that share them, of everything else in two levels; eager and compiled to the bit."""
+    policy = MixedPrecisionPolicy(
+        grad_comm_dtype=getattr(torch, format), grad_sum_dtype=torch.float32, grad_sum_within=2
+    )
+
+    def gradients(mode: str, **more: Any) -> dict[str, Tensor]:
+        model = make("2 x 2", **more)
+        loss_of(compiled(model, mode), batches(0)[0, dist.get_rank()]).backward()
+        return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+
+    found, exact = gradients(EAGER, mixed_precision_policy=policy), gradients(EAGER)
+    # Each rank rounds by at most half of a 127th of a block's largest value, which may be of another parameter.
+    bound = max(gradient.abs().max() for gradient in exact.values()) / 60
+    for name, other in gradients(AOT_EAGER, mixed_precision_policy=policy).items():
+        assert torch.equal(found[name], other), name
+        assert (other - exact[name]).abs().max() <= bound, name
+
+
 @on_ranks(4)
 def test_some_experts_get_no_token() -> None:
     """In the tests above, loads are uneven, and on some rank an expert gets no token."""
