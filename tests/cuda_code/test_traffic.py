@@ -56,12 +56,13 @@ def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
 def test_sums_read_what_was_received_once(facts: dict[str, Any], reduction: str, sent: float) -> None:
     """A sum reads all slices and writes the gradient, in float32, where a cast read a shard and wrote it.
 
-    What is sent in a format is read once more to find scales, at worst, and written.
+    What is sent in a format is read for its scales, again to be rounded, a third time for the hash of its bits if that
+    is stochastic, and written.
     """
     of_backend, of_sums = facts["reductions"]["mixed"], facts["reductions"][reduction]
     numel = facts["parameters"]
     sums = sent * numel - 2 * numel / RANKS
-    encoding = 0.0 if sent == 2 else (2 + 2 + sent) * numel
+    encoding = 0.0 if sent == 2 else (2 + 2 + 2 * ("stochastic" in reduction) + sent) * numel
     extra = of_sums["bytes"] - of_backend["bytes"] - sums
     assert of_sums["products"] == of_backend["products"]
     # 0.2 bytes: scales, and sums of blocks' bits, in memory of their own
