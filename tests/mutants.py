@@ -430,11 +430,14 @@ def frozen_reduced(s: Subject) -> Iterator[Change]:
     for bucket, info in enumerate(s.context.buckets):
         if not info.trainable and s.phase is Phase.BACKWARD:
             for reduction in s.packs:
-                yield lambda b=bucket, i=info, r=reduction: _reduce(s, b, i, r)
+                for gradient in reduction.pack.args[0]:
+                    value = tensor_of(gradient)
+                    if value is not None and value.numel() == info.layout.slots[0].numel:  # nothing else is wrong
+                        yield lambda b=bucket, i=info, r=reduction, g=gradient: _reduce(s, b, i, r, g)
 
 
-def _reduce(s: Subject, bucket: int, info: BucketInfo, near: ReductionFlow) -> None:
-    source, exchange = near.pack.args[0][0], info.exchange
+def _reduce(s: Subject, bucket: int, info: BucketInfo, near: ReductionFlow, source: fx.Node) -> None:
+    exchange = info.exchange
     pack = call(near.pack, PACK, [source], [0], info.layout.numel, exchange.comm_dtype, bucket=bucket)
     size, group = exchange.group_sizes[0], exchange.groups[0]
     start = call(pack, c10d.reduce_scatter_tensor.default, pack, exchange.reduce_op, size, group, bucket=bucket)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, load
+from mfsdp_compile.checkpoint import folder as folder_module
 from mfsdp_compile.checkpoint import saving as saving_module
 from mfsdp_compile.checkpoint.manifest import FileRecord, Manifest, read_manifest
 
@@ -401,6 +402,24 @@ def test_a_published_checkpoint_is_no_failure() -> None:
         path = checkpoints.save(1, model)
     assert checkpoints.latest() == path
     assert any("is complete" in str(w.message) for w in caught) == (dist.get_rank() == 0)
+
+
+def test_processes_forked_while_a_folder_is_locked_do_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a process has the file open, too, and closing it elsewhere does not end the lock."""
+    monkeypatch.setattr(folder_module, "LOCK_PATIENCE", 0.5)
+    with folder_module.locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with folder_module.locked(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @on_ranks(2, timeout=60)

@@ -792,6 +792,14 @@ def test_experts_alone_have_no_collectives() -> None:
         (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
         assert not experts.exchange.gather_group
         assert experts.exchange.group_sizes == groups
+        if not groups:  # they are used where they lie at rest, without a copy
+            (mixture,) = (module for module in model.modules() if isinstance(module, Mixture))
+            read: list[int] = []
+            mixture.register_forward_pre_hook(
+                lambda module, _, read=read: read.append(module.experts.up.untyped_storage().data_ptr())
+            )
+            loss_of(model, batches(0)[0][dist.get_rank()])
+            assert read == [experts.flat.untyped_storage().data_ptr()]
     model = make("1 x 4", config, report_nan_in_param_grad=True)  # the start of a reduction inspects gradients
     assert all(bucket.exchange.inspected and bucket.exchange.groups for bucket in model.sharded.buckets)
 

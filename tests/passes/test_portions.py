@@ -378,7 +378,7 @@ def test_portions_are_copied_after_the_last_use() -> None:
         if phase is Phase.FORWARD:
             seen.append(graph)
 
-    compiled(reshard_after_forward=2, passes=[look])
+    compiled(reshard_after_forward=2, regions=False, passes=[look])  # a region uses its bucket once
     roles.assign(seen[0])
     gathers = {gather.bucket: gather for gather in roles.gathers(seen[0])}
     found = seen[0].find_nodes(op="call_function", target=PORTION)
@@ -386,5 +386,5 @@ def test_portions_are_copied_after_the_last_use() -> None:
     for node in found:
         uses = gathers[node.meta["mfsdp"].bucket].uses
         assert node == max(uses)
-        assert len(uses) > 1
+        assert len(uses) > 2
         assert node.meta["val"].numel() == gathers[node.meta["mfsdp"].bucket].collective[1].meta["val"].numel() // 2

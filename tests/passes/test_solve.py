@@ -29,6 +29,7 @@ from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import grouped
 from mfsdp_compile.passes.solver.reasons import BudgetError, explained
+from mfsdp_compile.passes.solver.room import SegmentMemory
 from mfsdp_compile.passes.solver.simulate import (
     Compute,
     OptimizerCost,
@@ -224,6 +225,20 @@ def test_what_is_decided_of_small_models(
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     found = solve(plan, ADAMW, least + (most - least) * step // 4).decisions
     assert (found.kept, units_of(found, FORWARD)) == (kept, starts)
+
+
+@pytest.mark.parametrize("changes", [{}, {"saved": 3 * MB}, {"saved": 3 * MB, "rise": MB}])
+def test_memory_of_segments_is_a_close_bound(changes: dict[str, int]) -> None:
+    """The solver takes no less memory for needed than its schedules need, and not much more."""
+    plan = even(**changes)
+    for budget in (None, smallest_peak(plan)):
+        found = solve(plan, ADAMW, budget)
+        decided, memory = found.decisions, SegmentMemory(plan, sum(plan.resting(ADAMW).values()))
+        most = max(
+            memory.used(phase, decided.kept, decided.reductions, decided.gathers[phase]).max()
+            for phase in plan.outlines
+        )
+        assert found.timeline.peak_bytes <= most <= found.timeline.peak_bytes + MB
 
 
 # -- budgets that cannot be kept --------------------------------------------------------------------------------------

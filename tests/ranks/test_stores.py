@@ -64,6 +64,8 @@ def test_what_ranks_agree_on() -> None:
     for other in (1, 2, 3):
         with raises_everywhere(RuntimeError, f"rank {other} of 4 differs from rank 0", "[mine]", "[yours]"):
             agree("another thing", ["yours" if rank == other else "mine"])
+    with raises_everywhere(RuntimeError, "rank 2, 3 of 4 differs from rank 0"):  # a part in which all ranks agree
+        agree("another thing", ["yours" if rank // 2 else "mine"])
     with raises_everywhere(RuntimeError, "rank 3 of 4 differs from rank 2"):
         both = [rank // 2 * 2, rank // 2 * 2 + 1]
         agree("a part", ["same"], within=lambda: (both, ["odd" if rank == 3 else "even"]))

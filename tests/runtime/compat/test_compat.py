@@ -1149,6 +1149,14 @@ def test_matrices_in_float8_are_multiplied_with_scales_of_rows_and_columns() -> 
     assert torch.equal(product.float(), (16 * rows * columns).bfloat16().float())
 
 
+def test_scales_of_torchao_are_quotients_that_are_rounded_once() -> None:
+    """This is its formula, in float64. A reciprocal in float32, or a quotient in it, is another number for some."""
+    largest = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([448.0 / value for value in largest.tolist()])
+    assert torch.equal(compat.torchao.scales_of(largest), expected)
+    assert torch.equal(compat.torchao.scales_of(torch.zeros(1)), torch.tensor([448.0 / 1e-12]))
+
+
 def test_composite_operators() -> None:
     assert compat.is_composite(torch.ops.aten.expand_as.default)
     assert not compat.is_composite(torch.ops.aten.add.Tensor)

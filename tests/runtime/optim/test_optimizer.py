@@ -996,6 +996,20 @@ def test_state_before_the_first_step_is_what_that_step_begins_with(names: tuple[
 
 
 @on_ranks(2)
+def test_numbers_in_the_state_of_a_parameter_that_is_a_number() -> None:
+    """After a load, every rank has them, also one that has no rows of the parameter."""
+    model = fully_shard_model(parity.build(zoo.Scalars), fsdp_unit_modules="auto")
+    for cls in (torch.optim.AdamW, torch.optim.NAdam):
+        optimizer = fully_shard_optimizer(cls(model.parameters(), lr=0.01))
+        optimizer.load_state_dict(optimizer.state_dict())
+        for held in optimizer.state.values():
+            assert isinstance(held["exp_avg"], RowShardedTensor)
+            for key in held.keys() - {"exp_avg", "exp_avg_sq"}:
+                assert type(held[key]) is Tensor, key
+                assert held[key].item() == (key == "mu_product")
+
+
+@on_ranks(2)
 def test_state_that_nobody_can_tell_before_the_first_step() -> None:
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
