@@ -115,6 +115,19 @@ def test_half_of_the_bytes_leave_the_group() -> None:
 
 
 @on_ranks(4)
+def test_both_levels_wait_until_a_reduction_is_due() -> None:
+    model, _ = make("optim", EAGER)
+    with mock.patch.object(compat, "all_to_all", wraps=compat.all_to_all) as exchanged:
+        model.is_last_microbatch = False
+        model(batches(1)[0, dist.get_rank()]).backward()
+        assert not exchanged.called
+        model.is_last_microbatch = True
+        model(batches(1)[0, dist.get_rank()]).backward()
+    trained = sum(bucket.plan.requires_grad for bucket in model.sharded.buckets)
+    assert exchanged.call_count == 2 * trained
+
+
+@on_ranks(4)
 def test_the_node_says_how_many() -> None:
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
         model, _ = make("optim_grads_params", EAGER, "node")
