@@ -160,8 +160,8 @@ class GradientMethods(nn.Module):
         """
         names, gradients = [], []
         for bucket in self.sharded.buckets:
-            for sites, gradient in zip(bucket.sites, bucket.gradients, strict=True):
+            for locations, gradient in zip(bucket.locations, bucket.gradients, strict=True):
                 if gradient is not None:
-                    names.append(sites[0].name)
+                    names.append(locations[0].name)
                     gradients.append(gradient)
         return dict(zip(names, torch._foreach_norm(gradients, norm_type), strict=True)) if gradients else {}

@@ -246,7 +246,7 @@ def load_pretrained(
     def compare() -> list[str]:
         weights.check("load_pretrained")
         found, left_out = source.compare(weights.module, "unchanged")
-        sharded = {id(param) for param, _ in weights.homes()}
+        sharded = {id(param) for param, _ in weights.handles()}
         if empty := [name for name, tensor in found.items() if tensor.is_meta and id(tensor) not in sharded]:
             raise CheckpointError(
                 f"load_pretrained: {empty[0]} is on the meta device and not sharded, so it has no memory to read into. "
@@ -283,9 +283,9 @@ def _install(weights: ShardedWeights, source: Pretrained, targets: Mapping[str, 
                 source(inner)
     name_of = {id(tensor): name for name, tensor in targets.items() if source.has(name)}  # one name of tied ones
     tensors = {id(tensor): tensor for tensor in targets.values()}
-    homes = {id(param): home for param, home in weights.homes()}
+    handles = {id(param): handle for param, handle in weights.handles()}
     for key, name in name_of.items():
-        if key in homes:
-            read_rows(homes[key], name, source)
+        if key in handles:
+            read_rows(handles[key], name, source)
         else:
             tensors[key].copy_(source.read(name, tuple(slice(0, size) for size in tensors[key].shape)))

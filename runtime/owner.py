@@ -9,8 +9,8 @@ collector::
         -> the sharded model -> its eager path -> its units -> their buckets -> memory
 
 What points the other way is weak: from a bucket to its model (:class:`Owned`), from a parameter to its bucket
-(:class:`~.memory.bucket.Home`), from anything to a module (:class:`ModuleRef`). What a part needs of its model is a
-protocol beside the part (``BucketOwner``, ``EagerOwner``): parts do not know the model's class.
+(:class:`~.memory.bucket.ParamHandle`), from anything to a module (:class:`ModuleRef`). What a part needs of its model
+is a protocol beside the part (``BucketOwner``, ``EagerOwner``): parts do not know the model's class.
 
 Autograd's graph is the exception that needs care, because Python's garbage collector does not look into it. Its nodes
 hold buckets weakly (``_Reduce``, :class:`~.memory.gradients.Backward`). What must live until a backward has run is held
@@ -111,15 +111,15 @@ def stop_ignoring(params: Iterable[nn.Parameter]) -> None:
 
 def owner_of(param: Any) -> Any:
     """Return the model that shards or ignores a parameter; None: there is none."""
-    if (home := getattr(param, "mfsdp_home", None)) is not None:
-        return home.bucket.owner
+    if (handle := getattr(param, "mfsdp_handle", None)) is not None:
+        return handle.bucket.owner
     ignored = _ignored.get(param)
     return ignored.owner() if ignored is not None else None
 
 
 def name_of(param: Any) -> str:
     """Return the name of a parameter that a model shards or ignores, in the model's module."""
-    if (home := getattr(param, "mfsdp_home", None)) is not None:
-        name: str = home.bucket.sites[home.index][0].name
+    if (handle := getattr(param, "mfsdp_handle", None)) is not None:
+        name: str = handle.bucket.locations[handle.index][0].name
         return name
     return str(_ignored[param].name)

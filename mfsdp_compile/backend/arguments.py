@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.bucket import Bucket, ParamHandle
 from mfsdp_compile.runtime.model.sharded_model import models_of
 
 
@@ -27,7 +27,7 @@ class GraphArguments:
 
     def __init__(
         self,
-        shells: Mapping[int, Home],
+        shells: Mapping[int, ParamHandle],
         buckets: Sequence[Bucket],
         fp8_candidates: Callable[[Bucket], frozenset[int]] | None = None,
     ) -> None:
@@ -58,10 +58,10 @@ class GraphArguments:
         ]
         return buckets, backwards, tensors, self._rest(args)
 
-    def homes(self, args: Sequence[Any]) -> list[Home]:
-        """Return the homes of the shells in ``args``. Raise RuntimeError if the code is not for them."""
+    def handles(self, args: Sequence[Any]) -> list[ParamHandle]:
+        """Return the handles of the shells in ``args``. Raise RuntimeError if the code is not for them."""
         self._buckets(args)
-        return [args[position].mfsdp_home for position, _, _ in self._shells]
+        return [args[position].mfsdp_handle for position, _, _ in self._shells]
 
     def serve(self, args: Sequence[Any]) -> tuple[list[gradients.Backward], list[Tensor], list[Any]]:
         """Convert the arguments of Dynamo's graph for a graph that is served. Gathers, and waits for it.
@@ -70,7 +70,7 @@ class GraphArguments:
             The upcoming backward through each bucket, the tensors for each bucket (see :meth:`.EagerRuntime.serve`),
             and the other arguments.
         """
-        buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
+        buckets = [args[position].mfsdp_handle.bucket for position in self._first_of]
         backwards = [gradients.Backward.through(bucket) for bucket in buckets]
         tensors: list[Tensor] = []
         for bucket, backward in zip(buckets, backwards, strict=True):
@@ -83,13 +83,13 @@ class GraphArguments:
 
     def _buckets(self, args: Sequence[Any]) -> list[Bucket]:
         """Return the buckets of the shells in ``args``. Raise RuntimeError if the code is not for them."""
-        buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
+        buckets = [args[position].mfsdp_handle.bucket for position in self._first_of]
         for position, number, index in self._shells:
-            home: Home = args[position].mfsdp_home
-            if home.bucket is not buckets[number] or home.index != index:
+            handle: ParamHandle = args[position].mfsdp_handle
+            if handle.bucket is not buckets[number] or handle.index != index:
                 raise RuntimeError(
                     f"Compiled code for {self._names[number]!r} was given parameters that are bucketed differently "
-                    f"({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules whose "
+                    f"({handle.bucket.splits[handle.index].name!r}): torch.compile shared code between modules whose "
                     "parameters are grouped into units differently. Compile these modules apart, with "
                     "module.compile(backend='mfsdp') on each."
                 )

@@ -11,7 +11,7 @@ from torch import fx
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.gathered_parameter import refuse_write
-from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.bucket import Bucket, ParamHandle
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
@@ -45,14 +45,14 @@ def check(chosen: CompileOptions, owners: Sequence[ShardedModel], buckets: Seque
         )
 
 
-def refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
+def refuse_writes(gm: fx.GraphModule, shells: Mapping[int, ParamHandle]) -> None:
     """Raise RuntimeError if forward writes to a parameter."""
     if not (written := compat.written(gm, lambda node: node.target in MARKERS)):
         return
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
-    homes = [shells[position] for position in sources or shells]  # in a region, the written parameter is unknown
-    refuse_write(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
+    handles = [shells[position] for position in sources or shells]  # in a region, the written parameter is unknown
+    refuse_write(handles[0].bucket.plan.unit, [handle.bucket.splits[handle.index].name for handle in handles])
 
 
 def _refuse_hooks(owners: Sequence[ShardedModel], buckets: Sequence[Bucket]) -> None:

@@ -34,7 +34,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.gathered_parameter import as_gathered
 from mfsdp_compile.runtime.eager.units import EagerUnit
 from mfsdp_compile.runtime.geometry.exchange import Overlap
-from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.bucket import Bucket, ParamHandle
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel, any_exists, models_of
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -81,7 +81,7 @@ def mfsdp(
         return run_alone
 
     escaped = _escaped(gm)
-    buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
+    buckets = list(dict.fromkeys(handle.bucket for handle in shells.values()))
     owners = models_of(buckets)
     steers = chosen.steers_schedule or chosen.contradict(owners)
     served = not steers and all(owner.eager.is_in_window for owner in owners)
@@ -114,12 +114,12 @@ def mfsdp(
                 owner.compiled_graphs.remove(record)
 
     def run_served(*args: Any) -> Any:
-        homes = call.homes(args)
-        owners = models_of(home.bucket for home in homes)
+        handles = call.handles(args)
+        owners = models_of(handle.bucket for handle in handles)
         with contextlib.ExitStack() as stack:
             for owner in owners:
                 owner.forget_old_code()
-                stack.enter_context(owner.eager.serving(home for home in homes if home.bucket.owner is owner))
+                stack.enter_context(owner.eager.serving(handle for handle in handles if handle.bucket.owner is owner))
             backwards, tensors, rest = call.serve(args)
             graphs = GraphRun(backwards, str(chosen))
             with graphs.expecting_graph():
@@ -146,10 +146,10 @@ def mfsdp(
 
     def hand_out(outputs: Sequence[Any], args: Sequence[Any]) -> None:
         for position, argument in escaped.items():
-            home: Home = args[argument].mfsdp_home
-            (owner,) = models_of([home.bucket])
+            handle: ParamHandle = args[argument].mfsdp_handle
+            (owner,) = models_of([handle.bucket])
             owner.eager.parameters.hand_out(
-                as_gathered(outputs[position], home.bucket.splits[home.index].name), home.bucket
+                as_gathered(outputs[position], handle.bucket.splits[handle.index].name), handle.bucket
             )
 
     return run_served if served else run
@@ -204,7 +204,7 @@ def _reporting_errors(buckets: Sequence[Bucket]) -> Iterator[None]:
 def prepare(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    shells: Mapping[int, Home],
+    shells: Mapping[int, ParamHandle],
     chosen: CompileOptions,
     served: bool = False,
     refused: Mapping[str, str] | None = None,
@@ -221,7 +221,7 @@ def prepare(
         The passes' record of the graph, the object that converts its arguments, and example inputs.
     """
     refuse_writes(gm, shells)
-    buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+    buckets = tuple(dict.fromkeys(handle.bucket for handle in shells.values()))
     owners = models_of(buckets)
     check(chosen, owners, buckets, served)
     portions = chosen.schedule.portions
@@ -245,8 +245,8 @@ def prepare(
         other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
-        if (home := shells.get(position)) is not None:
-            set_role(node, Role(NodeKind.SHELL, buckets.index(home.bucket), home.index))
+        if (handle := shells.get(position)) is not None:
+            set_role(node, Role(NodeKind.SHELL, buckets.index(handle.bucket), handle.index))
     dumps = GraphFolder.from_environment(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].device, is_real)
@@ -309,7 +309,7 @@ def _move_into_regions(
         body.module.region = compat.Region(body.name, make, is_exact=not fused)  # type: ignore[assignment]
 
 
-def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[ShardedModel]) -> str:
+def _batch(gm: fx.GraphModule, shells: Mapping[int, ParamHandle], owners: Sequence[ShardedModel]) -> str:
     """Describe what a graph is compiled for: the tensors among its inputs that are not parameters or buffers."""
     buffers = {id(buffer) for owner in owners for buffer in owner.module_buffers()}
     found = []
@@ -337,10 +337,10 @@ def _escaped(gm: fx.GraphModule) -> dict[int, int]:
     return found
 
 
-def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
+def find_shells(gm: fx.GraphModule) -> dict[int, ParamHandle]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     arguments = (compat.graph_argument(node) for node in placeholders)
-    return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
+    return {i: value.mfsdp_handle for i, value in enumerate(arguments) if hasattr(value, "mfsdp_handle")}
 
 
 def _compile_inner(

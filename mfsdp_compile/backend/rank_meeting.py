@@ -48,9 +48,9 @@ class RankMeeting:
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
     ) -> Any:
         if again:
-            return self._model.conduct.conclude(topic, lines, offer, combine, patience=1.0)
+            return self._model.coordinator.conclude(topic, lines, offer, combine, patience=1.0)
         try:
-            return self._model.conduct.conclude(topic, lines, offer, combine)
+            return self._model.coordinator.conclude(topic, lines, offer, combine)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Ranks could not agree on a schedule, which they do when code is first compiled. {error} All ranks "
@@ -58,10 +58,10 @@ class RankMeeting:
             ) from None
 
     def warn(self, error: Exception) -> None:
-        self._model.conduct.warn_others(error)
+        self._model.coordinator.warn_others(error)
 
     def all_came(self) -> None:
-        self._model.conduct.withdraw_warning()
+        self._model.coordinator.withdraw_warning()
 
     def replaced(self) -> None:
         self._model.schedule_replaced()

@@ -119,9 +119,9 @@ def _tensors_of_step(
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     for bucket in reversed(model.sharded.buckets):
         if bucket.plan.requires_grad:
-            for sites, gradient in zip(reversed(bucket.sites), reversed(bucket.gradients), strict=True):
+            for locations, gradient in zip(reversed(bucket.locations), reversed(bucket.gradients), strict=True):
                 local = gradient.to_local().clone() if gradient is not None else None  # type: ignore[attr-defined]
-                found[f"gradient of {sites[0].name}"] = local
+                found[f"gradient of {locations[0].name}"] = local
     return found
 
 

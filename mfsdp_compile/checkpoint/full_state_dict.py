@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.bucket import Bucket, Home
+from mfsdp_compile.runtime.memory.bucket import Bucket, ParamHandle
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.optim.state import parameter_names
@@ -98,7 +98,7 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
             state[name][key] = copy
 
     model = _model_of(optimizer)
-    with errors_for_all(model.everyone, "full_optimizer_state_dict") as deferred, model.conduct.in_step():
+    with errors_for_all(model.everyone, "full_optimizer_state_dict") as deferred, model.coordinator.in_step():
         for place, whole in _wholes(optimizer, sharded["state"]):
             if mine and deferred.error is None:
                 with deferred.errors():
@@ -124,20 +124,21 @@ def _wholes(
     What is split like parameters is gathered by bucket, like them.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    homes: dict[Any, Home | None] = {
-        name: getattr(param, "mfsdp_home", None) for name, param in zip(parameter_names(optimizer), params, strict=True)
+    handles: dict[Any, ParamHandle | None] = {
+        name: getattr(param, "mfsdp_handle", None)
+        for name, param in zip(parameter_names(optimizer), params, strict=True)
     }
     together: dict[tuple[Bucket, str, torch.dtype], dict[int, tuple[Any, RowShardedTensor]]] = {}
     for name, held in state.items():
         for key, value in held.items():
-            home = homes.get(name)
+            handle = handles.get(name)
             if (
                 isinstance(value, RowShardedTensor)
-                and home is not None
-                and value.row_split is home.bucket.splits[home.index]
-                and value.is_complex() == home.bucket.plan.is_complex
+                and handle is not None
+                and value.row_split is handle.bucket.splits[handle.index]
+                and value.is_complex() == handle.bucket.plan.is_complex
             ):
-                together.setdefault((home.bucket, key, value.dtype), {})[home.index] = (name, value)
+                together.setdefault((handle.bucket, key, value.dtype), {})[handle.index] = (name, value)
             elif isinstance(value, Tensor):
                 yield (name, key), value.full_tensor() if isinstance(value, DTensor) else value
     for (bucket, key, _), values in together.items():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.bucket import Home
+from mfsdp_compile.runtime.memory.bucket import ParamHandle
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.wrapper import MegatronFSDP
@@ -80,7 +80,7 @@ class ShardedWeights:
         """Context for collectives between steps. Other ranks learn of an error or interrupt that leaves it."""
         with contextlib.ExitStack() as inside:
             for owner in self.owners:
-                inside.enter_context(owner.conduct.in_step())
+                inside.enter_context(owner.coordinator.in_step())
             yield
 
     def check(self, what: str) -> None:
@@ -106,15 +106,15 @@ class ShardedWeights:
         for param in self._others():
             yield param, param.detach()
 
-    def homes(self) -> Iterator[tuple[nn.Parameter, Home]]:
+    def handles(self) -> Iterator[tuple[nn.Parameter, ParamHandle]]:
         """Yield the sharded parameters and their places."""
         for param in self.parameters():
-            if (home := getattr(param, "mfsdp_home", None)) is not None:
-                yield param, home
+            if (handle := getattr(param, "mfsdp_handle", None)) is not None:
+                yield param, handle
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes that sharded parameters had before they were sharded, by each name in the module."""
-        of = {id(param): home.bucket.plan.model_dtype for param, home in self.homes()}
+        of = {id(param): handle.bucket.plan.model_dtype for param, handle in self.handles()}
         params = self.module.named_parameters(remove_duplicate=False)
         return {name: of[id(param)] for name, param in params if id(param) in of}
 

@@ -231,7 +231,7 @@ class FSDPModule(Generated):
                 f"reset_iter_state was called on module {state.name!r}: it is for the model as a whole. Call it on the "
                 "module that the last fully_shard was called on."
             )
-        if state.model.conduct.order.stalled is not None:
+        if state.model.coordinator.order.stalled is not None:
             recovery.reset(state.model)
             return
         state.model.leave_backward()

@@ -161,7 +161,7 @@ class MfsdpAccelerator(accelerate.Accelerator):
             folder = super().save_state(output_dir, *args, **kwargs)
         if held is not None:
             model, optimizer = held
-            Checkpoints(Path(folder) / FOLDER, keep=1).save(model.sharded.conduct.steps, model, optimizer)
+            Checkpoints(Path(folder) / FOLDER, keep=1).save(model.sharded.coordinator.steps, model, optimizer)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

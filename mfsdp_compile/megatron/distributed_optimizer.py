@@ -59,8 +59,8 @@ def DistributedOptimizer(
         )
     for group in optimizer.param_groups:
         for param in group["params"]:
-            home = getattr(param, "mfsdp_home", None)  # fully_shard_optimizer reports parameters that are not sharded
-            if home is not None and not any(home.bucket.owner is owner for owner in owners):
+            handle = getattr(param, "mfsdp_handle", None)  # fully_shard_optimizer reports what is not sharded
+            if handle is not None and not any(handle.bucket.owner is owner for owner in owners):
                 raise ValueError(
                     f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that belongs to "
                     f"none of the {len(owners)} models in model_chunks. Pass all models that it optimizes."

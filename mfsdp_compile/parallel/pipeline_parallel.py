@@ -133,7 +133,7 @@ class PipelineStage(pipelining.PipelineStage):
         settings.set_accumulation(model.sharded, Accumulation(not reduce_each, keep_gathered, forwards_overlap=True))
         self._takes_turns = self.num_stages > self.group_size
         self._backwards = 0
-        self._earlier: list[gradients.Aside] = []
+        self._earlier: list[gradients.Stashed] = []
 
     def clear_runtime_states(self) -> None:
         """Begin a step of the schedule.
@@ -145,7 +145,7 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             if self._model.microbatch_count:
                 self._model.finish_grad_sync()
-            self._earlier = gradients.put_aside(self._model.sharded.buckets)
+            self._earlier = gradients.stash(self._model.sharded.buckets)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._microbatch(fwd_chunk_id):
@@ -193,10 +193,10 @@ class PipelineStage(pipelining.PipelineStage):
         if grad_scale_factor != 1:
             self._model.scale_gradients(1 / grad_scale_factor)
         earlier, self._earlier = self._earlier, []
-        gradients.add_back(earlier)
+        gradients.unstash(earlier)
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return self._model.sharded.conduct.microbatch(number) if self._takes_turns else contextlib.nullcontext()
+        return self._model.sharded.coordinator.microbatch(number) if self._takes_turns else contextlib.nullcontext()
 
 
 def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:

@@ -115,7 +115,7 @@ def schedule_of(model: nn.Module) -> ScheduleText:
     """
     sharded = unwrapped(model, "schedule_of").sharded
     lines: dict[Phase, Sequence[str]] = {}
-    for phase, found in sharded.conduct.begun_graphs:
+    for phase, found in sharded.coordinator.begun_graphs:
         lines[Phase(phase)] = found
     if not lines:
         raise RuntimeError("There is no schedule yet: compile the model and run it first.")

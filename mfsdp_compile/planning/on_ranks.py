@@ -15,7 +15,7 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.geometry.bucket_plan import Site
+from mfsdp_compile.runtime.geometry.bucket_plan import ParamLocation
 from mfsdp_compile.runtime.geometry.exchange import buffer_bytes
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
@@ -146,24 +146,26 @@ def _lay_out(
         portions: Number of ranks that backwards gather over. 0: that of forwards.
         by_module: Whether each module of a unit has buckets of its own.
     """
-    params: list[tuple[nn.Parameter, tuple[Site, ...]]] = []
+    params: list[tuple[nn.Parameter, tuple[ParamLocation, ...]]] = []
     origin: dict[str, tuple[int, int]] = {}  # unit and bucket, by parameter
-    places = {param: {site.module_name for site in sites} for unit in units for param, sites in unit.params}
+    places = {
+        param: {location.module_name for location in locations} for unit in units for param, locations in unit.params
+    }
     for i, unit in enumerate(units):
-        for param, (site, *_) in unit.params:
+        for param, (location, *_) in unit.params:
             # Several units may share one trace, in which case their names are the same.
-            renamed = replace(site, module_name=f"{i}.{site.module_name}")
+            renamed = replace(location, module_name=f"{i}.{location.module_name}")
             params.append((param, (renamed,)))
-            origin[renamed.name] = i, next(j for j, names in enumerate(traced[i]) if site.name in names)
+            origin[renamed.name] = i, next(j for j, names in enumerate(traced[i]) if location.name in names)
     whole = Counter[tuple[int, int]]()
-    for param, (site,) in params:
-        whole[origin[site.name]] += param.numel()
-    modules: dict[str, list[tuple[nn.Parameter, tuple[Site, ...]]]] = {}
-    for param, (site,) in params:
+    for param, (location,) in params:
+        whole[origin[location.name]] += param.numel()
+    modules: dict[str, list[tuple[nn.Parameter, tuple[ParamLocation, ...]]]] = {}
+    for param, (location,) in params:
         # A parameter of several modules belongs to their unit, as in find_units.
         alone = by_module and not units[0].is_root and len(places[param]) == 1
-        inner = site.module_name.removeprefix(f"0.{units[0].name}").removeprefix(".") if alone else ""
-        modules.setdefault(inner, []).append((param, (site,)))
+        inner = location.module_name.removeprefix(f"0.{units[0].name}").removeprefix(".") if alone else ""
+        modules.setdefault(inner, []).append((param, (location,)))
     planned = [
         (module, plan)
         for module, own in modules.items()

@@ -153,7 +153,7 @@ def _trace(
         runs_of_neighbors = [
             {unit.name: _gathered_bytes(unit, precision, degrees) for unit in run} for run in neighbors(model, whole)
         ]
-        params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
+        params = [(locations[0].name, param) for unit in whole for param, locations in unit.params]
         counts = (p.numel() * (degrees.experts_apart if is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
         runs, names = shorten(model, classes, around, stack) if around is not None else ([], {})
@@ -206,7 +206,9 @@ def _trace(
 
 def _gathered_bytes(unit: Unit, precision: PrecisionPlan, degrees: Degrees) -> int:
     """Return the bytes of a gathered unit, after tensor parallelism has divided what is not an expert."""
-    dense = replace(unit, params=tuple((p, sites) for p, sites in unit.params if not is_expert(sites[0].name, p)))
+    dense = replace(
+        unit, params=tuple((p, locations) for p, locations in unit.params if not is_expert(locations[0].name, p))
+    )
     every, divided = precision.gathered_bytes(unit), precision.gathered_bytes(dense)
     return every - divided + divided // degrees.tensor
 

@@ -57,9 +57,9 @@ class Baked:
                 continue
             if bucket.pending is not None and bucket.pending.total is not None:
                 yield "deferred gradients of bucket", name, bucket.pending.total.data_ptr()
-            for gradient, sites in zip(bucket.gradients, bucket.sites, strict=True):
+            for gradient, locations in zip(bucket.gradients, bucket.locations, strict=True):
                 if gradient is not None and not isinstance(gradient, UnreducedGradient):
-                    yield "gradient of", sites[0].name, _address(gradient)
+                    yield "gradient of", locations[0].name, _address(gradient)
         for full_name, module, name in self._buffers:
             yield "buffer", full_name, _fact(module._buffers.get(name))
 
@@ -84,8 +84,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
             if name != "params":
                 yield f"{kind}'s hyperparameter, in group {number},", name, _fact(value)
         for param in group["params"]:
-            home = getattr(param, "mfsdp_home", None)
-            owner = home.bucket.sites[home.index][0].name if home is not None else f"parameter of {tuple(param.shape)}"
+            handle = getattr(param, "mfsdp_handle", None)
+            owner = (
+                handle.bucket.locations[handle.index][0].name
+                if handle is not None
+                else f"parameter of {tuple(param.shape)}"
+            )
             for name, value in optimizer.state.get(param, {}).items():
                 yield f"{kind}'s state {name!r} of", owner, _fact(value)
 

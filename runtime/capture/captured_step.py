@@ -178,7 +178,7 @@ class CapturedStep:
         Raises:
             RuntimeError: On every rank: it cannot be captured. The model is as before.
         """
-        model, conduct = self._model, self._model.conduct
+        model, coordinator = self._model, self._model.coordinator
         if len(self._graphs) == MOST_GRAPHS:
             raise RuntimeError(
                 f"The step {self._name} was captured {MOST_GRAPHS} times, and this call is none of them: an argument "
@@ -190,7 +190,7 @@ class CapturedStep:
         name = f"{self._name}, graph {self._captures}"
         shapes = [f"argument {tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
         due = "reductions due" if model.grad_sync.is_due() else "reductions deferred"
-        conduct.agree("Capturing a step", [name, due, *shapes])
+        coordinator.agree("Capturing a step", [name, due, *shapes])
         inputs = self._inputs[kind]
         for static, given in zip(inputs, tensors, strict=True):
             static.copy_(given)
@@ -212,11 +212,11 @@ class CapturedStep:
         before.restore(model)
         reasons = [reason]
         if has_others(model.group):
-            reasons = conduct.conclude("capturing a step", [name], reason, list)
+            reasons = coordinator.conclude("capturing a step", [name], reason, list)
         if any(reasons):
             if graph is not None:
                 graph.reset()
-            conduct.forget_failure()
+            coordinator.forget_failure()
             rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
             raise RuntimeError(
                 f"The step {self._name} cannot be captured{f' (on rank {rank})' if len(reasons) > 1 else ''}: {why}. "
@@ -229,12 +229,12 @@ class CapturedStep:
         self, optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Graph | None, str | None]:
         """Record the step. Return its outputs and its graph, or why there is none."""
-        model, conduct = self._model, self._model.conduct
+        model, coordinator = self._model, self._model.coordinator
         assert model.module is not None
         operators = CapturedOperators(model.module, (*inputs, *static_tensors(model, optimizers)))
         found: list[torch.optim.Optimizer] = []
         outputs, graph, failure = None, None, None
-        conduct.captures = True
+        coordinator.captures = True
         try:
             with self._device.capture() as graph:
                 try:
@@ -249,7 +249,7 @@ class CapturedStep:
         except Exception as error:
             failure = failure or error
         finally:
-            conduct.captures = False
+            coordinator.captures = False
         reason = operators.reason
         if reason is None and failure is not None:
             reason = _described(failure)
@@ -283,7 +283,7 @@ class CapturedStep:
 
     def _replay(self, captured: _Captured, tensors: Sequence[Tensor]) -> Any:
         model = self._model
-        model.conduct.enter_replay(captured.name)
+        model.coordinator.enter_replay(captured.name)
         try:
             for static, given in zip(captured.inputs, tensors, strict=True):
                 static.copy_(given, non_blocking=True)

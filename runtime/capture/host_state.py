@@ -110,13 +110,13 @@ class HostState:
     @staticmethod
     def of(model: ShardedModel) -> HostState:
         """Return the state between two steps, when nothing is running."""
-        conduct = model.conduct
+        coordinator = model.coordinator
         return HostState(
             tuple(map(_BucketState.of, model.buckets)),
             model.grad_sync.progress,
             astuple(model.grad_sync.settings),
-            conduct.steps,
-            conduct.started,
+            coordinator.steps,
+            coordinator.started,
         )
 
     @property
@@ -132,12 +132,12 @@ class HostState:
             since: State from which a graph leads to this one: counters advance by the difference. None: this is an
                 earlier state of the model.
         """
-        conduct = model.conduct
+        coordinator = model.coordinator
         if since is None:
-            conduct.steps, conduct.started = self.steps, self.started
+            coordinator.steps, coordinator.started = self.steps, self.started
         else:
-            conduct.steps += self.steps - since.steps
-            conduct.started += self.started - since.started
+            coordinator.steps += self.steps - since.steps
+            coordinator.started += self.started - since.started
             if self.steps != since.steps:  # what was gathered, or saved for a backward, is from before
                 torch.autograd.graph.increment_version([bucket.flat for bucket in model.buckets])
         model.grad_sync.progress = self.progress

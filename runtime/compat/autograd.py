@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
-    "Wanted",
+    "GradientRequest",
     "backward_id",
     "below_autograd",
     "below_function_transforms",
@@ -49,7 +49,7 @@ backward_id = _current_graph_task_id
 """Returns a number that is the same throughout one backward pass; -1 outside of any."""
 
 
-class Wanted(Enum):
+class GradientRequest(Enum):
     """What a running backward does with the gradient of a leaf."""
 
     NOT = "nothing"
@@ -57,15 +57,15 @@ class Wanted(Enum):
     RETURNED = "returns it"  # torch.autograd.grad
 
 
-def wanted(leaf: Any) -> Wanted:
+def wanted(leaf: Any) -> GradientRequest:
     """In backward, return what happens to the gradient of a leaf, given by its node.
 
     ``torch.autograd.grad`` and ``backward(inputs=...)`` request only some gradients.
     """
     try:
-        return Wanted.ADDED if _will_engine_execute_node(leaf) else Wanted.NOT
+        return GradientRequest.ADDED if _will_engine_execute_node(leaf) else GradientRequest.NOT
     except RuntimeError:  # torch raises this for a leaf whose gradient torch.autograd.grad returns
-        return Wanted.RETURNED
+        return GradientRequest.RETURNED
 
 
 def counts_tensors(hook: Callable[..., Any]) -> bool:

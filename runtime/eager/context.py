@@ -14,7 +14,7 @@ from ..geometry.topology import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..owner import Owned
-from ..ranks.conduct import Announcement, Conduct
+from ..ranks.coordinator import Announcement, Coordinator
 from ..step.grad_sync import GradSync
 
 
@@ -22,7 +22,7 @@ class EagerOwner(Protocol):
     """What the eager path needs of its model."""
 
     @property
-    def conduct(self) -> Conduct: ...
+    def coordinator(self) -> Coordinator: ...
 
     @property
     def grad_sync(self) -> GradSync: ...
@@ -68,7 +68,7 @@ class StepContext(Owned[EagerOwner]):
     @property
     def is_capturing(self) -> bool:
         """Whether what runs is captured in a CUDA graph, perhaps by the program, and only a part of a forward."""
-        return self.owner.conduct.is_capturing
+        return self.owner.coordinator.is_capturing
 
     def announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
         """Announce a collective of a bucket over ``group``; None: it is skipped this time.
@@ -76,14 +76,14 @@ class StepContext(Owned[EagerOwner]):
         Args:
             more: What tells it apart from other collectives of the bucket.
         """
-        conduct = self.owner.conduct
+        coordinator = self.owner.coordinator
         announced = self._announced.get((what, more, bucket))
-        if announced is None or announced.group is not group or announced.model != conduct.name:
+        if announced is None or announced.group is not group or announced.model != coordinator.name:
             series = f"{what}{more}", self._numbers[bucket]
-            announced = conduct.announcement(f"{what} {bucket.plan.name}{more}", group, series)
+            announced = coordinator.announcement(f"{what} {bucket.plan.name}{more}", group, series)
             self._announced[what, more, bucket] = announced
         try:
-            conduct.announce(announced)
+            coordinator.announce(announced)
         except RuntimeError as error:
             self.owner.failed(error)
             raise

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..geometry.exchange import Overlap
 from ..memory import gradients
-from ..memory.bucket import Bucket, Home
+from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import hooks_of_parameters
 from ..owner import ModuleRef
 from ..schedule.schedule import Schedule
@@ -248,9 +248,9 @@ class EagerRuntime:
         if window.is_root:
             owner.check_complete()
         self.gathering.learns_hooks = torch.is_grad_enabled()
-        self.gathering.checks_content = step_checks.enabled() and not owner.conduct.is_capturing
+        self.gathering.checks_content = step_checks.enabled() and not owner.coordinator.is_capturing
         self.gathering.hooks_everywhere |= owner.comm_buffers.is_strict  # no buffer may stay in use
-        owner.conduct.enter_forward(window.describe())
+        owner.coordinator.enter_forward(window.describe())
 
     @unseen
     def _close(self, keep_last: bool) -> None:
@@ -307,20 +307,20 @@ class EagerRuntime:
     # -- served code --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def serving(self, homes: Iterable[Home]) -> Iterator[None]:
+    def serving(self, handles: Iterable[ParamHandle]) -> Iterator[None]:
         """Context for compiled code that is served: it is a part of the windows of the parameters that it reads."""
         with contextlib.ExitStack() as stack:
-            for window in dict.fromkeys(map(self._window_of, homes)):
+            for window in dict.fromkeys(map(self._window_of, handles)):
                 self.pre_forward(window)
                 stack.push(functools.partial(self._leave_served, window))
             self.saved.hook()  # autograd saves the gathered buckets that the code takes
             yield
 
-    def _window_of(self, home: Home) -> Window:
+    def _window_of(self, handle: ParamHandle) -> Window:
         """Return the window whose end releases a parameter."""
-        unit, module = self.gathering.unit_of[home.bucket], home.bucket.sites[home.index][0].holder()
+        unit, module = self.gathering.unit_of[handle.bucket], handle.bucket.locations[handle.index][0].holder()
         if unit.is_root:
-            return next(window for window in self._windows_of[home.bucket] if window.module() is module)
+            return next(window for window in self._windows_of[handle.bucket] if window.module() is module)
         first, *others = self._windows_of[unit]
         of_module = (window for window in others if _is_inside(module, window.module()))
         return next(of_module, first)

@@ -75,8 +75,8 @@ class FollowedSchedule:
 
 def _is_of_embeddings(unit: EagerUnit) -> bool:
     """Whether no backward needs the unit's values. If one does, such as a recomputation, it gathers them."""
-    sites = [site for bucket in unit.buckets for sites in bucket.sites for site in sites]
-    return all(isinstance(site.holder(), nn.Embedding) for site in sites)
+    locations = [location for bucket in unit.buckets for locations in bucket.locations for location in locations]
+    return all(isinstance(location.holder(), nn.Embedding) for location in locations)
 
 
 def _before_reduction(decided: Decisions, units: Sequence[EagerUnit]) -> dict[Bucket, list[EagerUnit]]:

@@ -29,7 +29,7 @@ from ..geometry.exchange import Overlap
 from ..geometry.topology import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
-from ..memory.extension import Extension, Made, Sent
+from ..memory.extension import Extension, ExtensionInput, ExtensionOutput
 from ..schedule.schedule import Schedule
 from .context import StepContext, as_parameters, unseen
 from .followed import FollowedSchedule
@@ -64,9 +64,9 @@ class Gathered:
     references: int = 0  # to the storage, if only this object refers to it
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
-    sent: Sent | None = None
+    sent: ExtensionInput | None = None
     """What this rank has sent, if the parameter gathers itself."""
-    made: Made | None = None
+    made: ExtensionOutput | None = None
     """What its class has made of ``full``."""
     is_saved: bool = False
     """Whether autograd has saved a part of it for a backward."""
@@ -243,7 +243,7 @@ class Gathering:
             unit, started, bucket.flat._version, planes=plane, sent=sent, is_from_portions=is_from_portions
         )
 
-    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: Sent | None = None) -> Tensor:
+    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: ExtensionInput | None = None) -> Tensor:
         self.step.announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
         if sent is not None:
             with compat.below_autograd():
@@ -561,10 +561,10 @@ class Gathering:
             self._release(unit)
 
 
-def _prepare(step: StepContext, bucket: Bucket, extension: Extension) -> Sent:
+def _prepare(step: StepContext, bucket: Bucket, extension: Extension) -> ExtensionInput:
     try:
         with compat.below_function_transforms(), torch.no_grad():
-            return extension.prepare(bucket.plan, bucket.sites[0][0].module, bucket.topology.mesh)
+            return extension.prepare(bucket.plan, bucket.locations[0][0].module, bucket.topology.mesh)
     except BaseException as error:
         step.owner.failed(error)  # in a backward, nothing else catches it
         raise
@@ -572,7 +572,7 @@ def _prepare(step: StepContext, bucket: Bucket, extension: Extension) -> Sent:
 
 def _refuse_writes(step: StepContext, bucket: Bucket) -> None:
     try:
-        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        refuse_write(bucket.plan.unit, [locations[0].name for locations in bucket.locations])
     except RuntimeError as error:
         if compat.backward_id() != -1:  # nothing else catches it
             step.owner.failed(error)

@@ -37,7 +37,7 @@ from .. import compat
 from ..formats.casts import Casts
 from ..formats.extension import FORM as EXTENSION
 from ..geometry.partition import Partition
-from ..memory.bucket import Home
+from ..memory.bucket import ParamHandle
 from ..owner import refuse_dropped
 from ..program_lines import warn
 from .engine import Window
@@ -56,44 +56,48 @@ _MADE_OF = "_mfsdp_made_of"
 _WHOLE = "_mfsdp_whole_"
 
 
-def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, casts: Casts) -> None:
+def shard_module(module: nn.Module, handles: Mapping[str, ParamHandle], window: Window, casts: Casts) -> None:
     """Replace ``module``'s own parameters by shards, and wrap its forward in a window.
 
     Args:
-        homes: Buckets and indices of its parameters, by attribute name. May be empty, for units and models that own no
-            parameters themselves.
+        handles: Buckets and indices of its parameters, by attribute name. May be empty, for units and models that own
+            no parameters themselves.
         casts: What its forward casts.
     """
-    for attribute, home in homes.items():
-        module._parameters[attribute] = home.bucket.params[home.index]
+    for attribute, handle in handles.items():
+        module._parameters[attribute] = handle.bucket.params[handle.index]
     state = vars(module)
-    state[_HOMES] = homes
+    state[_HOMES] = handles
     state[_WINDOW] = window
     # Read by Dynamo: a plain dict of tensors, and a string.
-    state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
-    wrappers = {attribute: home.bucket.wrappers[home.index] for attribute, home in homes.items()}
+    state[_SHELLS] = {attribute: handle.bucket.shells[handle.index] for attribute, handle in handles.items()}
+    wrappers = {attribute: handle.bucket.wrappers[handle.index] for attribute, handle in handles.items()}
     state[_WRAPPERS] = {attribute: wrapper for attribute, wrapper in wrappers.items() if wrapper is not None}
     label_module(module)
     cls: Any = type(module)
-    partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
+    partitions = [handle.bucket.splits[handle.index].partition for handle in handles.values()]
     # Modules that compute with ordinary tensors share classes, however their parameters are stored at rest.
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
-    if compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()]):
+    if compat.transformer_engine.prepare_layer(module, [handle.bucket.plan.form for handle in handles.values()]):
         warn(
             "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the "
             "quantized weights of all layers from forward to backward. Their gradients are copied into the bucket "
             "instead."
         )
     scalings = tuple(
-        EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""
-        for name, home in homes.items()
+        EXTENSION
+        if handle.bucket.plan.is_extension
+        else handle.bucket.plan.scaling
+        if wrappers[name] is not None
+        else ""
+        for name, handle in handles.items()
     )
-    are_complex = tuple(home.bucket.plan.is_complex for home in homes.values())
+    are_complex = tuple(handle.bucket.plan.is_complex for handle in handles.values())
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
-    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, are_complex, casts)
+    module.__class__ = _sharded_class(cls, tuple(handles), computed, scalings, are_complex, casts)
 
 
 def release_module(module: nn.Module) -> None:
@@ -150,8 +154,8 @@ def label_module(module: nn.Module, schedules: int = 0, policy: str = "") -> Non
     The label contains how the module's parameters are bucketed, how the buckets are exchanged, how often schedules of
     compiled graphs have been replaced, and the model's policy. A different label causes a recompilation.
     """
-    homes: Mapping[str, Home] = vars(module)[_HOMES]
-    layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
+    handles: Mapping[str, ParamHandle] = vars(module)[_HOMES]
+    layouts = [f"{name}={handle.bucket.signature}[{handle.index}]" for name, handle in handles.items()]
     also = [f"schedules {schedules}"] if schedules else []
     vars(module)[_LAYOUT] = ";".join([*layouts, *also, *([policy] if policy else [])])
 
@@ -306,18 +310,18 @@ def _parameter_property(
         param = self._parameters.get(name)
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
-        bucket = home.reference() or refuse_dropped()
+        handle: ParamHandle = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        bucket = handle.reference() or refuse_dropped()
         if not runtime.is_in_use(bucket) or compat.called_by_guards():
             return param
-        if bucket.params[home.index] is not param:
+        if bucket.params[handle.index] is not param:
             bucket.check_unchanged()  # torch.func.functional_call replaces parameters
-        part = runtime.parameters.read(bucket, home.index)
+        part = runtime.parameters.read(bucket, handle.index)
         lent = vars(self).get(_LENT) if is_layer else None
         if lent is not None:
             lent.append(part)
             if compat.transformer_engine.writes_gradients(self) and part.ndim > 1:
-                runtime.parameters.offer_gradient(home, part)
+                runtime.parameters.offer_gradient(handle, part)
         return part if partition is None else partition.of_part(part)
 
     return property(get)
@@ -327,9 +331,9 @@ def _whole(name: str) -> Callable[[nn.Module], Tensor | None]:
     """Create the getter of a parameter as compiled code of other backends reads it; None where it reads shards."""
 
     def get(self: nn.Module) -> Tensor | None:
-        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        handle: ParamHandle = self._mfsdp_homes[name]  # type: ignore[index,operator]
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
-        return runtime.parameters.read_apart(home) if runtime.is_in_use(home.bucket) else None
+        return runtime.parameters.read_apart(handle) if runtime.is_in_use(handle.bucket) else None
 
     return get
 
@@ -376,18 +380,18 @@ class _Sharded(nn.Module):
 
         The device of a shard in host memory is that of its use, or the host.
         """
-        homes: Mapping[str, Home] = vars(self)[_HOMES]
-        for home in homes.values():
-            flat = home.bucket.flat
-            probe = torch.empty(0, dtype=flat.dtype, device=home.bucket.device)
+        handles: Mapping[str, ParamHandle] = vars(self)[_HOMES]
+        for handle in handles.values():
+            flat = handle.bucket.flat
+            probe = torch.empty(0, dtype=flat.dtype, device=handle.bucket.device)
             moved = fn(probe)
             if moved.dtype != probe.dtype or moved.device not in (probe.device, flat.device):
                 raise RuntimeError(
-                    f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {probe.device}; "
-                    f"the model cannot be moved to {moved.dtype} on {moved.device} after fully_shard_model. Convert it "
-                    "before sharding, or choose dtypes with mixed_precision_policy."
+                    f"Parameter {handle.bucket.splits[handle.index].name!r} is a shard of {flat.dtype} on "
+                    f"{probe.device}; the model cannot be moved to {moved.dtype} on {moved.device} after "
+                    "fully_shard_model. Convert it before sharding, or choose dtypes with mixed_precision_policy."
                 )
-        shards = {attribute: self._parameters.pop(attribute) for attribute in homes}
+        shards = {attribute: self._parameters.pop(attribute) for attribute in handles}
         try:
             return super()._apply(fn, recurse)
         finally:
@@ -443,8 +447,8 @@ class _Sharded(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy a sharded module with its memory."""
-        for home in vars(self)[_HOMES].values():
-            copy.deepcopy(home.bucket, memo)
+        for handle in vars(self)[_HOMES].values():
+            copy.deepcopy(handle.bucket, memo)
         if id(self) in memo:  # copying its bucket has copied it
             return memo[id(self)]
         duplicate = object.__new__(type(self))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..formats.forms import Wrapper
-from ..memory.bucket import Bucket, Home
+from ..memory.bucket import Bucket, ParamHandle
 from ..memory.redistribute import as_real
 from .context import StepContext, as_parameters, unseen
 from .gathered_parameter import GatheredParameter, as_gathered
@@ -134,13 +134,13 @@ class Parameters:
         self._gathering.last_read = state.unit
         return state
 
-    def read_apart(self, home: Home) -> Tensor:
+    def read_apart(self, handle: ParamHandle) -> Tensor:
         """Like :meth:`read`, for code that another compiler has made: the same tensor while the bucket stays gathered.
 
         Its storage holds nothing else, although it lies in the bucket: operators with branches refuse operands that
         share storage.
         """
-        bucket, index = home.bucket, home.index
+        bucket, index = handle.bucket, handle.index
         state, trains = self._gather_to_read(bucket), bucket.trains[index]
         if self._step.depth and not (state.unit.is_root or compat.in_backward()):
             self._gathering.states.ran(state.unit, completely=True)  # its forward may be a part of the compiled code
@@ -261,10 +261,10 @@ class Parameters:
                 wrapper.retire(tensor, OutdatedParameter.in_wrapper(name))
         self._handed_out_wrapped.clear()
 
-    def offer_gradient(self, home: Home, param: Tensor) -> None:
+    def offer_gradient(self, handle: ParamHandle, param: Tensor) -> None:
         """Let the kernels of a layer write the gradient of a gathered parameter into the packed gradient."""
         if torch.is_grad_enabled():
-            self._reducing.written(home.bucket).offer(param, home.index)
+            self._reducing.written(handle.bucket).offer(param, handle.index)
 
 
 class _Attach(torch.autograd.Function):

@@ -17,11 +17,11 @@ from .topology import ReductionStage, Topology
 
 
 @dataclass(frozen=True)
-class Site:
+class ParamLocation:
     """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several.
 
     Args:
-        holder: The module, which the site does not keep alive.
+        holder: The module, which the location does not keep alive.
         module_name: Name of the module.
         attribute: Name of the parameter there.
     """

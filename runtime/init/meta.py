@@ -28,7 +28,7 @@ from ..geometry.rows import RowBox, RowSplit
 from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:
-    from ..memory.bucket import Bucket, Home
+    from ..memory.bucket import Bucket, ParamHandle
 
 InitFn = Callable[[nn.Module], None]
 """Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
@@ -153,7 +153,7 @@ def random_state(device: torch.device) -> str:
 @torch.no_grad()
 def initialize(
     module: nn.Module,
-    homes: Mapping[nn.Module, Mapping[str, Home]],
+    handles: Mapping[nn.Module, Mapping[str, ParamHandle]],
     originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
     device: torch.device,
     initializer: Initializer,
@@ -162,7 +162,7 @@ def initialize(
 
     Args:
         module: Module whose parameters are sharded, without values.
-        homes: Bucket and index of each module's parameters, by attribute.
+        handles: Bucket and index of each module's parameters, by attribute.
         originals: The parameters before sharding, by attribute.
         device: Device of the values while they are whole.
         initializer: Initializer that was prepared.
@@ -171,7 +171,7 @@ def initialize(
         NotImplementedError: Values of experts that differ between ranks should be read.
         ValueError: An initializer has replaced a parameter.
     """
-    _Initialization(module, homes, originals, device, initializer).run()
+    _Initialization(module, handles, originals, device, initializer).run()
 
 
 class _Initialization:
@@ -180,12 +180,12 @@ class _Initialization:
     def __init__(
         self,
         module: nn.Module,
-        homes: Mapping[nn.Module, Mapping[str, Home]],
+        handles: Mapping[nn.Module, Mapping[str, ParamHandle]],
         originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
         device: torch.device,
         initializer: Initializer,
     ) -> None:
-        self._module, self._homes, self._originals = module, homes, originals
+        self._module, self._handles, self._originals = module, handles, originals
         self._device, self._initializer = device, initializer
         self._names = {owner: name for name, owner in module.named_modules()}
         self._buffers = {
@@ -208,13 +208,13 @@ class _Initialization:
         found: dict[nn.Module, nn.Module] = {}
         for module in self._module.modules():
             if module not in found:
-                inside = self._homes_in(module)
-                if inside and all(home.bucket.plan.is_expert for home in inside):
+                inside = self._handles_in(module)
+                if inside and all(handle.bucket.plan.is_expert for handle in inside):
                     found |= dict.fromkeys(module.modules(), module)
         return found
 
-    def _homes_in(self, module: nn.Module) -> list[Home]:
-        return [home for owner in module.modules() for home in self._homes.get(owner, {}).values()]
+    def _handles_in(self, module: nn.Module) -> list[ParamHandle]:
+        return [handle for owner in module.modules() for handle in self._handles.get(owner, {}).values()]
 
     def _call_for_all_ranks(self, outermost: nn.Module, owners: Sequence[nn.Module]) -> None:
         """Initialize experts like one process that has all of them.
@@ -222,8 +222,8 @@ class _Initialization:
         Stacked parameters, which the outermost module owns itself, are initialized once. Other modules have different
         counterparts on each rank. They are initialized as often as there are ranks, one turn per rank.
         """
-        homes = self._homes_in(outermost)
-        ranks, mine = max(map(_parted, homes))
+        handles = self._handles_in(outermost)
+        ranks, mine = max(map(_parted, handles))
         kept: list[tuple[Tensor, Tensor]] = []
         for turn in range(ranks):
             for owner in owners:
@@ -232,7 +232,7 @@ class _Initialization:
                 elif turn == 0:
                     self._call(owner)
             if turn == mine < ranks - 1:
-                kept = [(rows, rows.clone()) for rows in map(_shard, homes)]
+                kept = [(rows, rows.clone()) for rows in map(_shard, handles)]
         for rows, values in kept:  # other turns may have overwritten them: parents write to children
             rows.copy_(values)
 
@@ -243,38 +243,38 @@ class _Initialization:
             of_whole: Whether to initialize whole parameters, or only the parts that this rank's buckets hold.
             keep: Whether to copy this rank's rows.
         """
-        own, buffers = self._homes.get(owner, {}), self._buffers[owner]
+        own, buffers = self._handles.get(owner, {}), self._buffers[owner]
         prefix = f"{self._names[owner]}." if self._names[owner] else ""
-        empty = [home for name, home in own.items() if self._originals[owner][name].is_meta]
+        empty = [handle for name, handle in own.items() if self._originals[owner][name].is_meta]
         if not (empty or buffers):
             if self._initializer.all_modules:
                 self._initializer(owner)
             return
         has = self._initializer.has
-        if all(_stored(home, self._initializer) for home in empty) and all(has(prefix + name) for name in buffers):
+        if all(_stored(handle, self._initializer) for handle in empty) and all(has(prefix + name) for name in buffers):
             return
         before = {name: owner._parameters[name] for name in own}, {name: owner._buffers[name] for name in buffers}
-        for name, home in own.items():
+        for name, handle in own.items():
             # Nothing else references these values, so they are freed when the next module is initialized.
-            owner._parameters[name] = self._empty(home, of_whole)
+            owner._parameters[name] = self._empty(handle, of_whole)
         for name in buffers:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self._device)
         try:
             drawing = DeferredFills([param for name in own if (param := owner._parameters[name]) is not None])
             with drawing, compat.transformer_engine.unquantized(owner):
                 self._initializer(owner)
-            for name, home in own.items():
-                values, rows = _checked(owner, name, _shape(home, of_whole)), _shard(home)
+            for name, handle in own.items():
+                values, rows = _checked(owner, name, _shape(handle, of_whole)), _shard(handle)
                 if keep and rows.numel() and self._initializer.decides(prefix + name):
-                    drawing.take(values, [(box.slices, box.of(rows)) for box in _boxes(home, of_whole)])
+                    drawing.take(values, [(box.slices, box.of(rows)) for box in _boxes(handle, of_whole)])
         finally:
             owner._parameters.update(before[0])
             if not keep:
                 owner._buffers.update(before[1])
 
-    def _empty(self, home: Home, of_whole: bool) -> nn.Parameter:
-        plan = home.bucket.plan
-        values = torch.empty(_shape(home, of_whole), dtype=plan.model_dtype, device=self._device)
+    def _empty(self, handle: ParamHandle, of_whole: bool) -> nn.Parameter:
+        plan = handle.bucket.plan
+        values = torch.empty(_shape(handle, of_whole), dtype=plan.model_dtype, device=self._device)
         return nn.Parameter(values, requires_grad=plan.requires_grad)
 
     def _read(self) -> None:
@@ -287,60 +287,62 @@ class _Initialization:
                     assert buffer is not None
                     values = self._initializer.read(prefix + name, tuple(slice(0, size) for size in buffer.shape))
                     owner._buffers[name] = values.to(self._device, buffer.dtype)
-            for name, home in self._homes.get(owner, {}).items():
-                if self._originals[owner][name].is_meta and (home.bucket, home.index) not in known:
-                    known.add((home.bucket, home.index))
-                    if (stored := _stored(home, self._initializer)) is not None:
-                        read_rows(home, stored, self._initializer)
+            for name, handle in self._handles.get(owner, {}).items():
+                if self._originals[owner][name].is_meta and (handle.bucket, handle.index) not in known:
+                    known.add((handle.bucket, handle.index))
+                    if (stored := _stored(handle, self._initializer)) is not None:
+                        read_rows(handle, stored, self._initializer)
 
 
-def _parted(home: Home) -> tuple[int, int]:
+def _parted(handle: ParamHandle) -> tuple[int, int]:
     """Return how many ranks have different experts in place of this parameter, and this rank's number among them."""
-    partition = _split(home).partition
-    if home.bucket.plan.is_expert and partition is not None and partition.bare:
+    partition = _split(handle).partition
+    if handle.bucket.plan.is_expert and partition is not None and partition.bare:
         return partition.mesh.size(), partition.mesh.get_local_rank()
     return 1, 0
 
 
-def _shape(home: Home, of_whole: bool) -> tuple[int, ...]:
-    return _split(home).shape if of_whole else _split(home).part_shape
+def _shape(handle: ParamHandle, of_whole: bool) -> tuple[int, ...]:
+    return _split(handle).shape if of_whole else _split(handle).part_shape
 
 
-def _boxes(home: Home, of_whole: bool) -> list[RowBox]:
+def _boxes(handle: ParamHandle, of_whole: bool) -> list[RowBox]:
     """Return the boxes that this rank holds of the whole parameter, or of the part that the bucket holds."""
-    split = _split(home)
-    boxes = split.boxes(home.bucket.topology.shard)
+    split = _split(handle)
+    boxes = split.boxes(handle.bucket.topology.shard)
     if of_whole:
         return boxes
     first = split.offsets
     return [box._replace(offsets=tuple(map(operator.sub, box.offsets, first))) for box in boxes]
 
 
-def _stored(home: Home, initializer: Initializer) -> str | None:
+def _stored(handle: ParamHandle, initializer: Initializer) -> str | None:
     """Return a name under which a parameter's values can be read, if any. A tied parameter has several names."""
-    return next((site.name for site in home.bucket.sites[home.index] if initializer.has(site.name)), None)
+    return next(
+        (location.name for location in handle.bucket.locations[handle.index] if initializer.has(location.name)), None
+    )
 
 
-def read_rows(home: Home, name: str, initializer: Initializer) -> None:
+def read_rows(handle: ParamHandle, name: str, initializer: Initializer) -> None:
     """Read this rank's rows of a parameter, in place.
 
     Args:
-        home: Its place.
+        handle: Its place.
         name: Its name, for which ``initializer`` can read values.
 
     Raises:
         NotImplementedError: Ranks hold different experts under that name.
         ValueError: The values have another shape.
     """
-    split, rank = _split(home), home.bucket.topology.shard
-    if _parted(home)[0] > 1:
+    split, rank = _split(handle), handle.bucket.topology.shard
+    if _parted(handle)[0] > 1:
         raise NotImplementedError(
             f"Parameter {name!r} is an expert, and ranks hold different experts under that name: which one the file "
             "holds is unknown. Convert the file (mfsdp convert), and load the checkpoint into a model that was "
             "initialized."
         )
     for box in split.boxes(rank):
-        part, found = box.of(_shard(home)), initializer.read(name, box.slices)
+        part, found = box.of(_shard(handle)), initializer.read(name, box.slices)
         if found.shape != part.shape:
             raise ValueError(
                 f"Reading values of parameter {name!r} {split.shape} returned a tensor of shape {tuple(found.shape)}, "
@@ -360,13 +362,13 @@ def _checked(owner: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     return values
 
 
-def _split(home: Home) -> RowSplit:
-    return home.bucket.splits[home.index]
+def _split(handle: ParamHandle) -> RowSplit:
+    return handle.bucket.splits[handle.index]
 
 
-def _shard(home: Home) -> Tensor:
+def _shard(handle: ParamHandle) -> Tensor:
     """Return this rank's rows in their bucket."""
-    return home.bucket.views(home.bucket.flat.detach())[home.index]
+    return handle.bucket.views(handle.bucket.flat.detach())[handle.index]
 
 
 def _own_meta(owner: nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..formats import forms
 from ..formats.extension import is_extended
-from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.bucket_plan import BucketPlan, ParamLocation
 from ..geometry.exchange import When, sum_dtype
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
@@ -55,14 +55,14 @@ all_buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class ParamHandle:
     """The bucket of a shell or sharded parameter, which does not keep it alive, and its index there."""
 
     reference: weakref.ref[Bucket]
     index: int
 
     @classmethod
-    def at(cls, bucket: Bucket, index: int) -> Home:
+    def at(cls, bucket: Bucket, index: int) -> ParamHandle:
         return cls(weakref.ref(bucket), index)
 
     @property
@@ -80,21 +80,21 @@ class Home:
         if (bucket := self.reference()) is not None:
             bucket.toggled(self.index)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Home:
-        return Home.at(deepcopy(self.bucket, memo), self.index)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamHandle:
+        return ParamHandle.at(deepcopy(self.bucket, memo), self.index)
 
 
-def home_of(param: Tensor) -> Home | None:
+def handle_of(param: Tensor) -> ParamHandle | None:
     """Return the bucket of a parameter and its index there; None if it is in no bucket, or its model no longer
     exists."""
-    home: Home | None = vars(param).get("mfsdp_home")
-    return home if home is not None and home.reference() is not None else None
+    handle: ParamHandle | None = vars(param).get("mfsdp_handle")
+    return handle if handle is not None and handle.reference() is not None else None
 
 
 def is_homeless(param: Tensor) -> bool:
     """Whether a parameter is sharded, but in no bucket: its model was dissolved or no longer exists, or it is a
     copy."""
-    return isinstance(param, RowShardedTensor) and home_of(param) is None
+    return isinstance(param, RowShardedTensor) and handle_of(param) is None
 
 
 class GradientEvents(Protocol):
@@ -134,7 +134,7 @@ class GradientConsumer(Protocol):
 
 
 class Conductor(Protocol):
-    """Announces collectives: :class:`~..ranks.conduct.Conduct`."""
+    """Announces collectives: :class:`~..ranks.coordinator.Coordinator`."""
 
     def in_step(self) -> contextlib.AbstractContextManager[None]:
         """Context of collectives that belong to no forward or backward."""
@@ -147,7 +147,7 @@ class BucketOwner(Protocol):
     def grad_sync(self) -> GradientEvents: ...
 
     @property
-    def conduct(self) -> Conductor: ...
+    def coordinator(self) -> Conductor: ...
 
     @property
     def comm_buffers(self) -> BufferPool: ...
@@ -163,7 +163,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         plan: Layout and dtypes.
         originals: The parameters, in the order of the layout's slots. Their rows are copied if they have values; the
             parameters themselves are not kept.
-        sites: For each parameter, every place where a module holds it.
+        locations: For each parameter, every place where a module holds it.
         topology: Ranks and what each of them holds.
         device: Device that the bucket is used on. The shard is on the host if the plan says so.
         partitions: For each parameter, how it is divided over ranks other than those of the topology.
@@ -173,16 +173,18 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         self,
         plan: BucketPlan,
         originals: Sequence[nn.Parameter],
-        sites: Sequence[Sequence[Site]],
+        locations: Sequence[Sequence[ParamLocation]],
         topology: Topology,
         device: torch.device,
         partitions: Sequence[Partition | None],
     ) -> None:
         super().__init__(plan, topology, device, partitions)
-        self.sites = tuple(tuple(s) for s in sites)
+        self.locations = tuple(tuple(s) for s in locations)
         self.wrappers = tuple(
-            None if plan.is_extension else forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
-            for original, its in zip(originals, sites, strict=True)
+            None
+            if plan.is_extension
+            else forms.FORMS[plan.form].wrapper_of(original, [location.module for location in its])
+            for original, its in zip(originals, locations, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         flat = self._at_rest(plan.layout.shard_numel).zero_()
@@ -219,9 +221,9 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             own |= compat.transformer_engine.own_attributes(original)
             own |= self.extension.own_attributes if self.extension is not None and is_extended(original) else set()
             kept = {k: v for k, v in vars(original).items() if k not in own}
-            home = Home.at(self, index)
-            vars(self.params[index]).update(kept, mfsdp_home=home)
-            vars(self.shells[index]).update(kept, mfsdp_home=home)
+            handle = ParamHandle.at(self, index)
+            vars(self.params[index]).update(kept, mfsdp_handle=handle)
+            vars(self.shells[index]).update(kept, mfsdp_handle=handle)
         self.provisional: set[int] = set()
         """Indices of parameters whose gradients are shown until it is known whether any rank has used them."""
         self.used_now: set[int] = set()
@@ -379,7 +381,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             what: What is gathered, for messages.
         """
         announce_at_rest(self.topology, f"a gather of {what} of {self.plan.name}")
-        with self.owner.conduct.in_step():
+        with self.owner.coordinator.in_step():
             whole = self.fetched() if rows is None else self._joined(rows)
             for group in self.topology.shard_groups:
                 whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
@@ -478,20 +480,20 @@ class Bucket(FlatShard, Owned[BucketOwner]):
 
     def holders(self) -> Iterator[tuple[int, nn.Module, str]]:
         """Yield index, module and attribute for each place where a module, of those that exist, holds a parameter."""
-        for index, sites in enumerate(self.sites):
-            for site in sites:
-                if (module := site.holder()) is not None:
-                    yield index, module, site.attribute
+        for index, locations in enumerate(self.locations):
+            for location in locations:
+                if (module := location.holder()) is not None:
+                    yield index, module, location.attribute
 
     def check_unchanged(self) -> None:
         """Raise if a parameter was replaced since the model was sharded."""
-        for param, sites in zip(self.params, self.sites, strict=True):
-            for site in sites:
-                module = site.holder()
-                if module is not None and module._parameters.get(site.attribute) is not param:
+        for param, locations in zip(self.params, self.locations, strict=True):
+            for location in locations:
+                module = location.holder()
+                if module is not None and module._parameters.get(location.attribute) is not param:
                     raise RuntimeError(
-                        f"Parameter {site.name!r} was replaced after fully_shard_model; the new one is not sharded and "
-                        "would not be trained. Copy values into the old one instead (parameter.copy_(values) under "
+                        f"Parameter {location.name!r} was replaced after fully_shard_model; the new one is not sharded "
+                        "and would not be trained. Copy values into the old one instead (parameter.copy_(values) under "
                         "torch.no_grad()), use load_state_dict without assign=True, or replace it before sharding."
                     )
 
@@ -510,8 +512,9 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             if mine_param.grad is not None:
                 its_param.grad = mine_param.grad.clone()
         copy.owner = deepcopy(self.owner, memo)
-        copy.sites = tuple(
-            tuple(replace(site, holder=deepcopy(site.holder, memo)) for site in sites) for sites in self.sites
+        copy.locations = tuple(
+            tuple(replace(location, holder=deepcopy(location.holder, memo)) for location in locations)
+            for locations in self.locations
         )
         return copy
 
@@ -525,7 +528,7 @@ _OWN_ATTRIBUTES = {
     "split",
     "backing",
     "_is_param",
-    "mfsdp_home",
+    "mfsdp_handle",
     NOTED_VALUE,
     TENSOR_HOOKS,
     ACCUMULATE_HOOKS,

@@ -59,7 +59,7 @@ class RequestedGradients:
         wanted = [compat.wanted(leaf) if leaf is not None else None for leaf in leaves]
         added, returned, left_out = (
             frozenset([index for index, found in enumerate(wanted) if found is kind])
-            for kind in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
+            for kind in (compat.GradientRequest.ADDED, compat.GradientRequest.RETURNED, compat.GradientRequest.NOT)
         )
         return RequestedGradients(added, returned, left_out, len(leaves))
 

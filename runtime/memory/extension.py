@@ -33,7 +33,7 @@ _ALIGNMENT = 16  # bytes: the largest item of a tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Sent:
+class ExtensionInput:
     """What this rank sends: bytes, and how to read those of each rank."""
 
     packed: Tensor
@@ -43,7 +43,7 @@ class Sent:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class ExtensionOutput:
     """A gathered parameter.
 
     Args:
@@ -90,7 +90,7 @@ class Extension:
         """Return the same around other rows."""
         return Extension(self._wrapped, rows)
 
-    def prepare(self, plan: BucketPlan, module: nn.Module, mesh: DeviceMesh) -> Sent:
+    def prepare(self, plan: BucketPlan, module: nn.Module, mesh: DeviceMesh) -> ExtensionInput:
         """Call ``fsdp_pre_all_gather``.
 
         Args:
@@ -121,9 +121,9 @@ class Extension:
             shapes.append(tensor.shape)
             parts += _bytes_of(tensor)
         dtypes = tuple(tensor.dtype for tensor in inputs)
-        return Sent(torch.cat(parts), tuple(shapes), dtypes, metadata)
+        return ExtensionInput(torch.cat(parts), tuple(shapes), dtypes, metadata)
 
-    def finish(self, plan: BucketPlan, sent: Sent, gathered: Tensor) -> Made:
+    def finish(self, plan: BucketPlan, sent: ExtensionInput, gathered: Tensor) -> ExtensionOutput:
         """Call ``fsdp_post_all_gather``.
 
         Args:
@@ -138,9 +138,9 @@ class Extension:
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         post: Any = self._wrapped.fsdp_post_all_gather  # type: ignore[attr-defined]
         tensor, more = post(tuple(outputs), sent.metadata, plan.compute_dtype)
-        return Made(tensor, (*outputs, *_ordinary(more), *_ordinary([tensor])))
+        return ExtensionOutput(tensor, (*outputs, *_ordinary(more), *_ordinary([tensor])))
 
-    def present(self, plan: BucketPlan, made: Made) -> Tensor:
+    def present(self, plan: BucketPlan, made: ExtensionOutput) -> Tensor:
         """Return what modules get, without the rows that ranks were padded with."""
         (slot,) = plan.layout.slots
         size = torch.Size(slot.shape)

@@ -332,7 +332,7 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None, keeps_use: bool =
 
 
 @dataclass(frozen=True)
-class Aside:
+class Stashed:
     """Gradients of one bucket that were detached from its parameters.
 
     Args:
@@ -347,22 +347,22 @@ class Aside:
 
 
 @torch.no_grad()
-def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
-    """Detach the gradients from the parameters, for :func:`add_back`. No gradient may be waiting for its reduction."""
-    aside = [
-        Aside(bucket, total.clone() if bucket.plan.keeps_memory else total, _without_gradient(bucket))
+def stash(buckets: Iterable[Bucket]) -> list[Stashed]:
+    """Detach the gradients from the parameters, for :func:`unstash`. No gradient may be waiting for its reduction."""
+    stashed = [
+        Stashed(bucket, total.clone() if bucket.plan.keeps_memory else total, _without_gradient(bucket))
         for bucket in buckets
         if (total := collect(bucket)) is not None
     ]
-    for each in aside:
+    for each in stashed:
         clear(each.bucket)
-    return aside
+    return stashed
 
 
 @torch.no_grad()
-def add_back(aside: Iterable[Aside]) -> None:
-    """Add gradients that were put aside to the current ones. A parameter with neither gradient still has None."""
-    for each in aside:
+def unstash(stashed: Iterable[Stashed]) -> None:
+    """Add gradients that were put stashed to the current ones. A parameter with neither gradient still has None."""
+    for each in stashed:
         bucket, total = each.bucket, collect(each.bucket)
         without = each.without & _without_gradient(bucket)
         install(bucket, each.total if total is None else total.add_(each.total))
@@ -396,8 +396,8 @@ def _collect(bucket: Bucket) -> Tensor | None:
             bucket.clean |= set(dropped)
         return total
     total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
-    parts = zip(bucket.views(total), gradients, bucket.params, bucket.sites, bucket.splits, strict=True)
-    for view, gradient, param, sites, split in parts:
+    parts = zip(bucket.views(total), gradients, bucket.params, bucket.locations, bucket.splits, strict=True)
+    for view, gradient, param, locations, split in parts:
         if gradient is None:
             continue
         if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
@@ -407,7 +407,7 @@ def _collect(bucket: Bucket) -> Tensor | None:
             gradient = like_rows(gradient, param)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
-                f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor with the "
+                f"The gradient of {locations[0].name!r} is {_describe(gradient)}; it must be a DTensor with the "
                 "parameter's sharding. Set it to None or to a tensor computed from parameter.grad."
             )
         view.copy_(gradient._local_tensor)

@@ -33,7 +33,7 @@ from ..formats.quantize import MX_BLOCK, SENT_DTYPE
 from ..geometry.layout import Slot
 
 if TYPE_CHECKING:
-    from ..ranks.conduct import Conduct
+    from ..ranks.coordinator import Coordinator
     from .bucket import Bucket
 
 
@@ -88,7 +88,7 @@ class PlaneShards:
             self._cut.append(of_bucket)
 
     @torch.no_grad()
-    def refresh(self, conduct: Conduct) -> None:
+    def refresh(self, coordinator: Coordinator) -> None:
         """Quantize all shards again. A collective."""
         topology, device = self.buckets[0].topology, self.buckets[0].flat.device
         work: list[tuple[Bucket, Tensor, list[_Rows]]] = []
@@ -103,7 +103,7 @@ class PlaneShards:
             shared = torch.zeros(self._count, dtype=torch.uint8, device=device)
             for rows, (block, place) in _all_cut(work):
                 shared.narrow(0, place, rows.exponents.shape[1]).copy_(rows.exponents[block])
-            conduct.start("reduce the scales of quantized parameters", group=group)
+            coordinator.start("reduce the scales of quantized parameters", group=group)
             shared = compat.wait_tensor(compat.all_reduce(shared, "max", group.name))
             for rows, (block, place) in _all_cut(work):
                 rows.exponents[block].copy_(shared.narrow(0, place, rows.exponents.shape[1]))

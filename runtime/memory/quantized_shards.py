@@ -42,7 +42,7 @@ from .planes import PlaneShards
 if TYPE_CHECKING:
     from ..geometry.bucket_plan import BucketPlan
     from ..geometry.topology import Topology
-    from ..ranks.conduct import Conduct
+    from ..ranks.coordinator import Coordinator
     from .bucket import Bucket
 
 
@@ -64,11 +64,11 @@ class QuantizedShards:
     def buckets(self) -> list[Bucket]:
         return [bucket for group in self._groups for bucket in group.buckets]
 
-    def refresh(self, conduct: Conduct) -> None:
+    def refresh(self, coordinator: Coordinator) -> None:
         """Quantize all shards again if any has changed. A collective then: every rank must call it."""
         for group in self._groups:
             if any(bucket.is_quantized_stale for bucket in group.buckets):
-                group.refresh(conduct)
+                group.refresh(coordinator)
 
     def forget(self) -> None:
         """Quantize again at the next use: after a failure, ranks may not agree on what is stale."""
@@ -95,7 +95,7 @@ class _Group:
         return self.buckets[0].topology
 
     @torch.no_grad()
-    def refresh(self, conduct: Conduct) -> None:
+    def refresh(self, coordinator: Coordinator) -> None:
         largest = torch.zeros_like(self._scales)
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             if bucket.plan.scaling == MX:
@@ -106,7 +106,7 @@ class _Group:
                     entries.copy_(amax(_rounded(values, bucket.plan), bucket.plan.scaling, before))
         group = self._topology.inner_gathers or self._topology.inner
         if group.size > 1 and largest.numel():
-            conduct.start("reduce the scales of quantized parameters", group=group)
+            coordinator.start("reduce the scales of quantized parameters", group=group)
             largest = compat.wait_tensor(compat.all_reduce(largest, "max", group.name))
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             assert bucket.quantized is not None

@@ -247,7 +247,7 @@ class RowShardedTensor(Dispatched):
     def requires_grad_(self, requires_grad: bool = True) -> RowShardedTensor:  # type: ignore[override]
         """Freeze or unfreeze a parameter, like ``Tensor.requires_grad_``. Call it between steps, and on all ranks."""
         super().requires_grad_(requires_grad)
-        if (home := vars(self).get("mfsdp_home")) is not None:
+        if (home := vars(self).get("mfsdp_handle")) is not None:
             home.toggled()
         return self
 
@@ -284,7 +284,7 @@ class RowShardedTensor(Dispatched):
 
     @property
     def _is_parameter(self) -> bool:
-        return "mfsdp_home" in vars(self)
+        return "mfsdp_handle" in vars(self)
 
     def _register(self, hook: Any, hooks: dict[int, Any]) -> RemovableHandle:
         if not self.requires_grad:

@@ -23,7 +23,7 @@ from ..optim.step_tracker import StepTracker
 from ..program_lines import warn
 from ..ranks.agreement import has_others
 from ..ranks.collective_order import LOST, RESET
-from ..ranks.conduct import Conduct
+from ..ranks.coordinator import Coordinator
 from ..ranks.watchdog import watchdog
 from ..step.grad_sync import GradSync
 from .membership import Membership
@@ -35,7 +35,7 @@ class Recoverable(Protocol):
     buckets: tuple[Bucket, ...]
     captured_steps: weakref.WeakSet[Any]
     comm_buffers: BufferPool
-    conduct: Conduct
+    coordinator: Coordinator
     eager: EagerRuntime
     grad_sync: GradSync
     members: Membership
@@ -56,25 +56,25 @@ def recover(model: Recoverable) -> None:
     Raises:
         RuntimeError: They have not, or a process group does not work any more.
     """
-    conduct, members = model.conduct, model.members
-    stopped = f"stopped after {conduct.started} collectives with {conduct.failure}"
+    coordinator, members = model.coordinator, model.members
+    stopped = f"stopped after {coordinator.started} collectives with {coordinator.failure}"
     model.eager.abandon()
     try:
-        conduct.order.check()
+        coordinator.order.check()
         # Ranks that are waiting for this one arrive here once they have timed out.
-        conduct.agree("The step before failed", [stopped])
+        coordinator.agree("The step before failed", [stopped])
         _settle(model)
         groups = [*(group for topology in members.topologies for group in topology.groups), *members.partition_groups]
         for group in groups if has_others(members.agreeing) else ():
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
     except RuntimeError as error:
-        conduct.order.stalled = conduct.order.stalled or str(error)
-        if conduct.order.was_aborted:  # the error says that weights are lost
+        coordinator.order.stalled = coordinator.order.stalled or str(error)
+        if coordinator.order.was_aborted:  # the error says that weights are lost
             raise
         raise RuntimeError(
             f"{error} This rank has {stopped}. Call {RESET}. Training can then continue from the current weights."
         ) from None
-    conduct.forget_failure()
+    coordinator.forget_failure()
     model.quantized.forget()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
@@ -96,8 +96,8 @@ def reset(model: Recoverable) -> None:
         RuntimeError: Not all ranks called this within four process group timeouts, the longest time until each of them
             has its error.
     """
-    closed, was_aborted = _agree_on_closed_groups(model), model.conduct.order.was_aborted
-    watchdog.leave(model.conduct)
+    closed, was_aborted = _agree_on_closed_groups(model), model.coordinator.order.was_aborted
+    watchdog.leave(model.coordinator)
     for step in model.captured_steps:
         step.reset()  # graphs hold on to the communicators of the process groups
     model.eager.abandon()
@@ -113,9 +113,9 @@ def reset(model: Recoverable) -> None:
         _reconnect(name, ranks, model.members.agreeing)
     model.members.renew()
     model.eager.step.forget_announcements()
-    model.conduct.failure = None
+    model.coordinator.failure = None
     model.step_tracker.reset()
-    model.conduct.rejoin(model.parameter_names)
+    model.coordinator.rejoin(model.parameter_names)
     model.grad_sync.reset()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
@@ -123,7 +123,7 @@ def reset(model: Recoverable) -> None:
         model.registration.register(model.buckets)  # type: ignore[union-attr]
     model.label_modules()
     if was_aborted:
-        warn(f"{model.conduct.name} was reset after a wait on GPUs was aborted. {LOST}.", RuntimeWarning)
+        warn(f"{model.coordinator.name} was reset after a wait on GPUs was aborted. {LOST}.", RuntimeWarning)
 
 
 def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:
@@ -131,15 +131,15 @@ def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:
 
     Each comes with its ranks. They were closed to end waits, or failed collectives have used them.
     """
-    conduct, agreeing = model.conduct, model.members.agreeing
+    coordinator, agreeing = model.coordinator, model.members.agreeing
     if not has_others(agreeing):
         return []
     closed = set(compat.broken_groups())
-    if conduct.failure is not None or conduct.order.stalled is not None:
-        closed.update(map(compat.process_group, conduct.communicators))
-    renewed = {group for group in map(compat.process_group, conduct.communicators) if compat.is_own(group)}
+    if coordinator.failure is not None or coordinator.order.stalled is not None:
+        closed.update(map(compat.process_group, coordinator.communicators))
+    renewed = {group for group in map(compat.process_group, coordinator.communicators) if compat.is_own(group)}
     mine = [(group.group_name, dist.get_process_group_ranks(group)) for group in closed - renewed]
-    found = conduct.conclude("model.reset()", [], mine, _union, patience=4, is_last_resort=True)
+    found = coordinator.conclude("model.reset()", [], mine, _union, patience=4, is_last_resort=True)
     return [(name, ranks) for name, ranks in found if compat.known_groups().get(name) == ranks]
 
 

@@ -23,7 +23,7 @@ def set_schedule(model: ShardedModel, schedule: Schedule) -> None:
         ValueError: The schedule has a text that the model cannot follow. Nothing has changed.
     """
     model.refuse_in_step("The schedule was changed")
-    model.conduct.agree("set_schedule", [str(schedule)])
+    model.coordinator.agree("set_schedule", [str(schedule)])
     model.eager.follow(schedule)
     model.schedule = schedule
     model.label_modules()

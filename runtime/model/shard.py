@@ -25,7 +25,7 @@ from ..geometry.topology import Topology
 from ..init import meta
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
-from ..memory.bucket import Bucket, Home
+from ..memory.bucket import Bucket, ParamHandle
 from ..memory.comm_buffers import BufferPolicy, BufferPool
 from ..memory.registration import Registration, check_allocator
 from ..owner import ModuleRef, stop_ignoring
@@ -38,13 +38,13 @@ from ..plan.precision import GradientPolicy, Policies
 from ..plan.references import move_hooks, retire
 from ..plan.units import Unit, UnitModules
 from ..ranks.agreement import agree
-from ..ranks.conduct import Conduct
+from ..ranks.coordinator import Coordinator
 from .membership import Membership
 from .sharded_model import ShardedModel, forget
 
 _RANDOM = "random numbers to initialize with (call torch.manual_seed with one seed on all ranks)"
 
-Homes = Mapping[nn.Module, Mapping[str, Home]]
+ParamHandles = Mapping[nn.Module, Mapping[str, ParamHandle]]
 """The bucket of every sharded parameter, by module and attribute."""
 
 
@@ -129,7 +129,7 @@ def shard_model(
         members.topology.make_levels(size)
     if options.registers != "never":
         check_allocator(members.group_names, device)
-    conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
+    coordinator = Coordinator(members, type(module).__name__, [name for name, _ in module.named_parameters()])
 
     # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
     made = _make_units(plan, members, device, keeps_originals=initializer is not None)
@@ -149,7 +149,7 @@ def shard_model(
         buckets,
         eager,
         members,
-        conduct,
+        coordinator,
         options.precision,
         options.overlap,
         pool,
@@ -158,7 +158,7 @@ def shard_model(
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)
-    _shard_modules(module, sharded, made.homes, casts)
+    _shard_modules(module, sharded, made.handles, casts)
     guard_saving(module)
     for part in module.modules():
         compat.refuse_other_sharding(part)
@@ -252,13 +252,13 @@ class _Made:
 
     Args:
         units: Units with their buckets.
-        homes: The bucket of every sharded parameter.
+        handles: The bucket of every sharded parameter.
         originals: Replaced parameters, by module and attribute, if they were asked for.
         replaced: Weak references to the replaced parameters, their names, and what has replaced them.
     """
 
     units: list[EagerUnit]
-    homes: dict[nn.Module, dict[str, Home]]
+    handles: dict[nn.Module, dict[str, ParamHandle]]
     originals: dict[nn.Module, dict[str, nn.Parameter]]
     replaced: list[tuple[weakref.ref[nn.Parameter], str, nn.Parameter]]
 
@@ -271,7 +271,7 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
     """
     made = _Made([], {}, {}, [])
     for unit, bucket_plans in plan.units:
-        params_of = {sites[0].name: (param, sites) for param, sites in unit.params}
+        params_of = {locations[0].name: (param, locations) for param, locations in unit.params}
         buckets = []
         for bucket_plan in bucket_plans:
             params = [params_of[slot.name] for slot in bucket_plan.layout.slots]
@@ -279,15 +279,15 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
             shared_by = members.topologies[bucket_plan.is_expert]
             bucket = Bucket(bucket_plan, [p for p, _ in params], [s for _, s in params], shared_by, device, partitions)
             buckets.append(bucket)
-            for index, (original, sites) in enumerate(params):
+            for index, (original, locations) in enumerate(params):
                 if original is not bucket.params[index]:
-                    made.replaced.append((weakref.ref(original), sites[0].name, bucket.params[index]))
+                    made.replaced.append((weakref.ref(original), locations[0].name, bucket.params[index]))
                     move_hooks(original, bucket.params[index])
-                for site in sites:
+                for location in locations:
                     if keeps_originals:
-                        made.originals.setdefault(site.module, {})[site.attribute] = original
-                    site.module._parameters[site.attribute] = bucket.params[index]
-                    made.homes.setdefault(site.module, {})[site.attribute] = Home.at(bucket, index)
+                        made.originals.setdefault(location.module, {})[location.attribute] = original
+                    location.module._parameters[location.attribute] = bucket.params[index]
+                    made.handles.setdefault(location.module, {})[location.attribute] = ParamHandle.at(bucket, index)
         made.units.append(
             EagerUnit(unit.name, tuple(map(ModuleRef, unit.modules)), unit.is_root, tuple(buckets), unit.is_module)
         )
@@ -307,7 +307,7 @@ def _initialize(
     """
 
     def describe() -> list[str]:
-        meta.initialize(module, made.homes, made.originals, device, initializer)
+        meta.initialize(module, made.handles, made.originals, device, initializer)
         return [f"random numbers after initialization: {meta.random_state(device)}"] if initializer.draws else []
 
     try:
@@ -318,14 +318,16 @@ def _initialize(
         raise
 
 
-def _shard_modules(root: nn.Module, model: ShardedModel, homes: Homes, casts: Mapping[nn.Module, Casts]) -> None:
+def _shard_modules(
+    root: nn.Module, model: ShardedModel, handles: ParamHandles, casts: Mapping[nn.Module, Casts]
+) -> None:
     """Give each module that is a window, holds parameters, or casts, the behavior of a sharded one."""
     eager = model.eager
     unit_of = {m(): unit for unit in eager.units if not unit.is_root for m in unit.modules}
     root_buckets = [bucket for unit in eager.units if unit.is_root for bucket in unit.buckets]
-    for module in dict.fromkeys([root, *unit_of, *homes, *casts]):
-        own = homes.get(module, {})
-        held = {home.bucket for home in own.values()}
+    for module in dict.fromkeys([root, *unit_of, *handles, *casts]):
+        own = handles.get(module, {})
+        held = {handle.bucket for handle in own.values()}
         owns = tuple(bucket for bucket in root_buckets if bucket in held)
         window = Window(model, eager, ModuleRef(module), unit_of.get(module), owns, is_root=module is root)
         eager.add_window(window)
@@ -367,5 +369,5 @@ def dissolve(model: ShardedModel) -> None:
         if is_sharded(module):
             release_module(module)
     for param in (param for bucket in model.buckets for param in bucket.params):
-        del vars(param)["mfsdp_home"]
+        del vars(param)["mfsdp_handle"]
     stop_ignoring(model.ignored.values())

@@ -3,7 +3,7 @@
 Each of its parts has state of its own ::
 
     members       ranks, topologies and partitions                  membership.py
-    conduct       what is announced to other ranks                  ranks/conduct.py
+    coordinator       what is announced to other ranks                  ranks/coordinator.py
     eager         what is gathered, and reductions that run         eager/engine.py
     grad_sync     when gradients are reduced; the running backward  grad_sync.py
     step_tracker  the running optimizer step                        optim/step_tracker.py
@@ -42,7 +42,7 @@ from ..owner import ignore, owners_of
 from ..plan.model_plan import shared_buffers
 from ..plan.precision import Policies
 from ..ranks.agreement import agree
-from ..ranks.conduct import BegunGraph, Conduct
+from ..ranks.coordinator import BegunGraph, Coordinator
 from ..ranks.journal import journal
 from ..ranks.watchdog import watchdog
 from ..schedule.schedule import Schedule
@@ -65,7 +65,7 @@ class ShardedModel:
         buckets: Its buckets, in the order of their units.
         eager: Its eager runtime.
         members: The ranks that hold it.
-        conduct: Its announcements to other ranks.
+        coordinator: Its announcements to other ranks.
         precision: Its mixed-precision policies.
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
@@ -89,7 +89,7 @@ class ShardedModel:
         buckets: Sequence[Bucket],
         eager: EagerRuntime,
         members: Membership,
-        conduct: Conduct,
+        coordinator: Coordinator,
         precision: Policies,
         overlap: Overlap,
         comm_buffers: BufferPool,
@@ -102,11 +102,11 @@ class ShardedModel:
         self.eager = eager
         self.schedule = Schedule()
         self.members = members
-        self.conduct = conduct
+        self.coordinator = coordinator
         self.precision = precision
         self.overlap = overlap
-        self.grad_sync = GradSync(self.buckets, eager, conduct, SyncSettings())
-        self.step_tracker = StepTracker(self.buckets, conduct)
+        self.grad_sync = GradSync(self.buckets, eager, coordinator, SyncSettings())
+        self.step_tracker = StepTracker(self.buckets, coordinator)
         self.optimizers = Optimizers()
         self.quantized = QuantizedShards(self.buckets)
         self.compares_values = False
@@ -132,7 +132,7 @@ class ShardedModel:
         memo[id(self)] = duplicate  # buckets refer to their owner
         buckets, eager, module, ignored = copy.deepcopy((self.buckets, self.eager, self.module, self.ignored), memo)
         members = copy.copy(self.members)
-        conduct = self.conduct.of_copy(members)
+        coordinator = self.coordinator.of_copy(members)
         pool = copy.deepcopy(self.comm_buffers)
         registration = self.registration.of_copy(pool) if self.registration is not None else None
         ShardedModel.__init__(
@@ -141,7 +141,7 @@ class ShardedModel:
             buckets,
             eager,
             members,
-            conduct,
+            coordinator,
             self.precision,
             self.overlap,
             pool,
@@ -278,23 +278,23 @@ class ShardedModel:
         if self.eager.is_in_window:
             self.eager.gathering.note_own_gathers(buckets)
         if self.eager.is_in_window and self.topology.gather_group is not None:
-            self.conduct.start(what, details)
+            self.coordinator.start(what, details)
         else:
-            self.conduct.enter_forward(what, details)
-            self.conduct.started += 1
+            self.coordinator.enter_forward(what, details)
+            self.coordinator.started += 1
 
     def begin_graph(self, graph: BegunGraph) -> None:
-        """Prepare for a compiled graph that is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
+        """Prepare for a compiled graph that is about to start its collectives; see :meth:`.Coordinator.begin_graph`."""
         ranks = {bucket.plan.name: (bucket.topology, bucket.stages) for bucket in self.buckets}
-        self.conduct.begin_graph(graph, ranks, self.grad_sync.is_due())
+        self.coordinator.begin_graph(graph, ranks, self.grad_sync.is_due())
 
     def leave_backward(self) -> None:
         """Outside of backward, clean up after a backward that raised."""
         if not compat.in_backward():
             self.step_tracker.check()
-            if self.grad_sync.in_backward and self.conduct.failure is None:
-                self.conduct.failure = "an error in backward"
-            if self.conduct.failure is not None:
+            if self.grad_sync.in_backward and self.coordinator.failure is None:
+                self.coordinator.failure = "an error in backward"
+            if self.coordinator.failure is not None:
                 recovery.recover(self)
             self.grad_sync.forget_backward()
             if self.compares_values:
@@ -312,9 +312,9 @@ class ShardedModel:
         """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""
         self.eager.abandon()
         self.comm_buffers.drop()
-        if self.conduct.failure is None:
-            self.conduct.fail(error)
-            journal.write(f"{self.conduct.failure}: {error}")
+        if self.coordinator.failure is None:
+            self.coordinator.fail(error)
+            journal.write(f"{self.coordinator.failure}: {error}")
         watchdog.explain_nccl(error)
 
     # -- code that Dynamo has compiled --------------------------------------------------------------------------------
@@ -322,11 +322,11 @@ class ShardedModel:
     @property
     def schedules(self) -> dict[str, Any]:
         """Decisions about compiled graphs that ranks have agreed on; see :class:`.collective_order.Order`."""
-        return self.conduct.order.schedules
+        return self.coordinator.order.schedules
 
     def schedule_replaced(self) -> None:
         """Record that all ranks agreed on another schedule while a graph was compiled; see :meth:`forget_old_code`."""
-        self.conduct.order.schedules_replaced += 1
+        self.coordinator.order.schedules_replaced += 1
 
     def forget_old_code(self) -> None:
         """Have all graphs compiled again if a schedule was replaced.
@@ -335,14 +335,14 @@ class ShardedModel:
         This affects all models of the group, because they may share code. Not to be called while Dynamo compiles,
         because Dynamo reads labels before and after.
         """
-        if self._schedules_replaced != self.conduct.order.schedules_replaced:
+        if self._schedules_replaced != self.coordinator.order.schedules_replaced:
             for model in _models:
-                if model.conduct.order is self.conduct.order:
+                if model.coordinator.order is self.coordinator.order:
                     model.label_modules()
 
     def label_modules(self) -> None:
         """Make changes of all buckets visible to Dynamo's guards."""
-        self._schedules_replaced = self.conduct.order.schedules_replaced
+        self._schedules_replaced = self.coordinator.order.schedules_replaced
         self.label_modules_of(*self.buckets)
 
     def label_modules_of(self, *buckets: Bucket) -> None:
@@ -362,8 +362,8 @@ class ShardedModel:
             RuntimeError: Not all ranks have requested it.
         """
         if size not in self.topology.portions:
-            self.conduct.note("process groups for reshard_after_forward")
-            self.conduct.agree("Compiling", [f"reshard_after_forward={size}"])
+            self.coordinator.note("process groups for reshard_after_forward")
+            self.coordinator.agree("Compiling", [f"reshard_after_forward={size}"])
             self.topology.make_portions(size)
 
     @contextlib.contextmanager
@@ -396,11 +396,11 @@ class ShardedModel:
         quantized: other optimizers may be about to step.
         """
         if not ahead:
-            self.quantized.refresh(self.conduct)
+            self.quantized.refresh(self.coordinator)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
                 for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
-                    self.conduct.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
+                    self.coordinator.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
                 bucket.start_refresh()
 
     def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -440,7 +440,7 @@ class ShardedModel:
         self.await_gathers()
         for bucket in self.buckets:
             if (group := bucket.topology.replicas) is not None:
-                self.conduct.start(f"broadcast {bucket.plan.name}", group=group)
+                self.coordinator.start(f"broadcast {bucket.plan.name}", group=group)
                 shard = bucket.fetched()
                 dist.broadcast(shard, group=compat.process_group(group.name), group_src=0)
                 if bucket.plan.offload is not None:

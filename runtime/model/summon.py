@@ -58,13 +58,13 @@ def _now(bucket: Bucket, before: Sequence[nn.Parameter]) -> list[Tensor]:
         before: The parameters that they had. Those of modules that no longer exist are the same.
     """
     found = []
-    for split, sites, given in zip(bucket.splits, bucket.sites, before, strict=True):
-        holder = sites[0].holder()
-        param = given if holder is None else holder._parameters.get(sites[0].attribute)
+    for split, locations, given in zip(bucket.splits, bucket.locations, before, strict=True):
+        holder = locations[0].holder()
+        param = given if holder is None else holder._parameters.get(locations[0].attribute)
         if param is None or local_part(param).shape != split.part_shape:
             shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
             raise ValueError(
-                f"Parameter {sites[0].name!r} was changed to {shape} in summon_full_params, but it is part of a "
+                f"Parameter {locations[0].name!r} was changed to {shape} in summon_full_params, but it is part of a "
                 f"bucket and must keep its shape {split.shape}. Copy values into it in place."
             )
         found.append(local_part(param))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.bucket import Bucket, Home
+from ..memory.bucket import Bucket, ParamHandle
 from ..owner import name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon, check_matrices
@@ -238,7 +238,7 @@ def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_na
         RuntimeError: The model was not copied before. Nothing has changed.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(hasattr(memo.get(id(param)), "mfsdp_home") for param in params):
+    if not all(hasattr(memo.get(id(param)), "mfsdp_handle") for param in params):
         raise RuntimeError(
             f"The {type(optimizer).__name__} steps over whole parameters (whole=True) and is copied without its model. "
             "Copy both together, the model first: copy.deepcopy((model, optimizer)). To keep its state, copy "
@@ -286,8 +286,8 @@ def models_of_optimizer(optimizer: torch.optim.Optimizer, takes_ignored: bool = 
     others = 0
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            home: Home | None = getattr(param, "mfsdp_home", None)
-            if home is None and owner_of(param) is not None:
+            handle: ParamHandle | None = getattr(param, "mfsdp_handle", None)
+            if handle is None and owner_of(param) is not None:
                 if not takes_ignored:
                     raise NotImplementedError(
                         f"Parameter {name_of(param)!r} is not sharded (ignored_params): each rank has its own, and a "
@@ -296,13 +296,13 @@ def models_of_optimizer(optimizer: torch.optim.Optimizer, takes_ignored: bool = 
                     )
                 others += 1
                 continue
-            if home is None:
+            if handle is None:
                 raise ValueError(
                     f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
                     f"{tuple(param.shape)} that is not sharded. Build the optimizer after fully_shard_model, from "
                     "model.parameters(), or pass model and optimizer to fully_shard together."
                 )
-            buckets[home.bucket] = None
+            buckets[handle.bucket] = None
     if not buckets and not others:
         raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
     return owners_of(buckets)

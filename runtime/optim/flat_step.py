@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..memory import gradients
-from ..memory.bucket import Bucket, Home
+from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
 from .trial import is_elementwise
 
@@ -327,8 +327,8 @@ def _find_runs(params: list[Any]) -> list[Run]:
     """Return the runs of one group's parameters, in the order of their buckets."""
     members: dict[Bucket, list[int]] = {}
     for param in params:
-        home: Home = param.mfsdp_home
-        members.setdefault(home.bucket, []).append(home.index)
+        handle: ParamHandle = param.mfsdp_handle
+        members.setdefault(handle.bucket, []).append(handle.index)
     runs = []
     for bucket, indices in members.items():
         indices.sort()

@@ -100,7 +100,7 @@ class StepInBackward:
     @property
     def is_first(self) -> bool:
         """Whether the coming step is the first one, which steps over no bucket in backward."""
-        return not self._has_begun or any(owner.conduct.steps == 0 for owner in self._owners)
+        return not self._has_begun or any(owner.coordinator.steps == 0 for owner in self._owners)
 
     @property
     def _buckets(self) -> list[Bucket]:

@@ -182,7 +182,7 @@ def initial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], pa
 
 def _has_stepped(param: Any) -> bool:
     owner = owner_of(param)
-    return owner is not None and owner.conduct.steps > 0
+    return owner is not None and owner.coordinator.steps > 0
 
 
 def _has_state(optimizer: torch.optim.Optimizer, param: Any) -> bool:
@@ -197,7 +197,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     is_sharded = isinstance(param, RowShardedTensor)
     rows = param.to_local().detach() if is_sharded else param.detach()
     twin = nn.Parameter(torch.zeros_like(rows) if whole is None else rows.new_zeros(param.shape))
-    setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
+    setattr(twin, param.mfsdp_handle.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
     vars(beside).update(
         {key: value for key, value in vars(optimizer).items() if key not in _OVERRIDDEN},

@@ -13,7 +13,7 @@ from ..memory.tensor import refuse_unreduced
 from ..program_lines import warn
 from ..ranks.agreement import everyones
 from ..ranks.collective_order import RESET
-from ..ranks.conduct import Conduct
+from ..ranks.coordinator import Coordinator
 
 
 class StepTracker:
@@ -21,12 +21,12 @@ class StepTracker:
 
     Args:
         buckets: The model's buckets.
-        conduct: Compares steps with other ranks, and counts them.
+        coordinator: Compares steps with other ranks, and counts them.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], conduct: Conduct) -> None:
+    def __init__(self, buckets: Sequence[Bucket], coordinator: Coordinator) -> None:
         self._buckets = buckets
-        self._conduct = conduct
+        self._coordinator = coordinator
         self._running: torch.optim.Optimizer | None = None
         self._version = 0  # of the weights, when the running step began
         self._ahead: int | None = None  # the version before a backward that steps buckets ahead of the step
@@ -44,7 +44,7 @@ class StepTracker:
         self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
         ahead, self._ahead = self._ahead, None
         self.check()
-        self._conduct.enter_step(type(optimizer).__name__)
+        self._coordinator.enter_step(type(optimizer).__name__)
         self._running = optimizer
         self._version = self._weights_version if ahead is None else ahead
 
@@ -72,7 +72,7 @@ class StepTracker:
         """Mark the step that began last as complete."""
         if self._running is not None:
             self._running = None
-            self._conduct.steps += 1
+            self._coordinator.steps += 1
 
     def fail(self, error: BaseException, in_backward: bool = False) -> None:
         """Handle an error from the step that began last, if one has begun.
@@ -87,7 +87,7 @@ class StepTracker:
         self._is_half_done |= has_changed
         self._failed_in_backward |= in_backward or (has_changed and self._ahead is not None)
         self._running = self._ahead = None
-        self._conduct.fail(error, is_certain=has_changed)
+        self._coordinator.fail(error, is_certain=has_changed)
 
     def check(self) -> None:
         """Raise RuntimeError if an optimizer's step was interrupted in the middle of its changes."""
@@ -95,8 +95,8 @@ class StepTracker:
             self.fail(RuntimeError("a step in backward that was interrupted"))
         if self._failed_in_backward:
             raise RuntimeError(
-                f"A backward failed on this rank after {self._conduct.name} had been stepped in part: some weights are "
-                f"from after the step, others from before. Call {RESET}, and load a checkpoint."
+                f"A backward failed on this rank after {self._coordinator.name} had been stepped in part: some weights "
+                f"are from after the step, others from before. Call {RESET}, and load a checkpoint."
             )
         if self._running is None or compat.is_running(self._running):  # a running step may call a closure
             return
@@ -105,8 +105,8 @@ class StepTracker:
             return
         try:
             raise RuntimeError(
-                f"The last step of {type(self._running).__name__} over {self._conduct.name} was not finished on this "
-                f"rank: some weights are from after it, others from before. Call {RESET}, and load a checkpoint."
+                f"The last step of {type(self._running).__name__} over {self._coordinator.name} was not finished on "
+                f"this rank: some weights are from after it, others from before. Call {RESET}, and load a checkpoint."
             )
         except RuntimeError as error:
             self.fail(error)
@@ -121,8 +121,8 @@ class StepTracker:
         half = self._is_half_done or self._running is not None or self._ahead is not None
         self._is_half_done = self._failed_in_backward = False
         self._running = self._ahead = None
-        group = self._conduct.members.group
-        everyone = everyones((self._conduct.steps, half), group, "optimizer steps")
+        group = self._coordinator.members.group
+        everyone = everyones((self._coordinator.steps, half), group, "optimizer steps")
         if len(set(everyone)) == 1 and not half:
             return
         ranks = dist.get_process_group_ranks(group)
@@ -131,12 +131,12 @@ class StepTracker:
             for r, (count, half) in zip(ranks, everyone, strict=True)
         ]
         warn(
-            f"{self._conduct.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer "
-            "steps: its rows come from different steps. Load a checkpoint before you continue training.",
+            f"{self._coordinator.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} "
+            "optimizer steps: its rows come from different steps. Load a checkpoint before you continue training.",
             RuntimeWarning,
             by=ranks[0],
         )
-        self._conduct.steps = max(count for count, _ in everyone)
+        self._coordinator.steps = max(count for count, _ in everyone)
 
     @property
     def _weights_version(self) -> int:

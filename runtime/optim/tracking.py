@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
-from ..memory.bucket import Bucket, home_of
+from ..memory.bucket import Bucket, handle_of
 from ..owner import owners_of
 from ..program_lines import warn
-from ..ranks.conduct import Conduct
+from ..ranks.coordinator import Coordinator
 from ..step.grad_sync import GradSync
 from .muon import ShardedMuon
 from .state import cut_distributed_state
@@ -41,7 +41,7 @@ class OptimizedModel(Protocol):
     def buckets(self) -> tuple[Bucket, ...]: ...
 
     @property
-    def conduct(self) -> Conduct: ...
+    def coordinator(self) -> Coordinator: ...
 
     @property
     def grad_sync(self) -> GradSync: ...
@@ -150,5 +150,5 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _models(optimizer: torch.optim.Optimizer) -> list[OptimizedModel]:
     """Return the models whose parameters an optimizer holds."""
-    homes = (home_of(param) for group in optimizer.param_groups for param in group["params"])
-    return owners_of(home.bucket for home in homes if home is not None)
+    handles = (handle_of(param) for group in optimizer.param_groups for param in group["params"])
+    return owners_of(handle.bucket for handle in handles if handle is not None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..memory.bucket import Home
+from ..memory.bucket import ParamHandle
 
 _Shapes = Sequence[tuple[int, ...]]
 _Run = Callable[..., list[Tensor]]
@@ -123,8 +123,8 @@ def _run(
         apart: Whether each parameter is stepped by a call of its own.
     """
     params = [tensor.clone().requires_grad_() for tensor in steps[0]]
-    home: Home | None = getattr(group["params"][0], "mfsdp_home", None) if group["params"] else None
-    attribute = "grad" if home is None else home.bucket.plan.grad_attribute
+    handle: ParamHandle | None = getattr(group["params"][0], "mfsdp_handle", None) if group["params"] else None
+    attribute = "grad" if handle is None else handle.bucket.plan.grad_attribute
     trial = object.__new__(type(optimizer))
     held = {key: _copied(value) for key, value in vars(optimizer).items()}
     vars(trial).update({k: OrderedDict() if k.endswith("_hooks") else v for k, v in held.items()})

@@ -173,7 +173,7 @@ class WholeStep:
 
 
 def _grad_attribute(param: RowShardedTensor) -> str:
-    name: str = param.mfsdp_home.bucket.plan.grad_attribute  # type: ignore[attr-defined]
+    name: str = param.mfsdp_handle.bucket.plan.grad_attribute  # type: ignore[attr-defined]
     return name
 
 

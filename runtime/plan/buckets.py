@@ -12,7 +12,7 @@ from torch import nn
 from .. import compat
 from ..determinism import is_deterministic
 from ..formats import extension, quantize
-from ..geometry.bucket_plan import BucketPlan, Site
+from ..geometry.bucket_plan import BucketPlan, ParamLocation
 from ..geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
 from ..geometry.partition import local_shape
 from ..geometry.topology import Topology
@@ -58,23 +58,25 @@ class BucketPlanner:
         """Plan the buckets of a unit: one for each policy, dtype, ``requires_grad``, topology and way to be quantized,
         or more if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
         groups: dict[tuple[Dtypes, bool, bool, str, str], list[ParamSpec]] = {}
-        for param, sites in unit.params:
-            shape, whole = tuple(local_shape(param)), any(site.name in self.whole for site in sites)
-            spec = ParamSpec(sites[0].name, shape, whole=whole)
+        for param, locations in unit.params:
+            shape, whole = tuple(local_shape(param)), any(location.name in self.whole for location in locations)
+            spec = ParamSpec(locations[0].name, shape, whole=whole)
             if param.is_complex():
                 spec = replace(spec, shape=(*shape, 2), is_complex=True, row_dims=min(len(shape), 1))
-            is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
-            scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
+            is_expert = self.experts is not None and self.experts.of_sites(
+                [location.name for location in locations], param
+            )
+            scaling, form = self._scaling(unit, param, locations, is_expert), quantize.DEQUANTIZED
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif extension.is_extended(param) and not compat.transformer_engine.is_weight(param):
                 scaling, form = "", extension.FORM
-            elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
+            elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(locations)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
-            elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
+            elif scaling and all(compat.torchao.rounds_scales(location.module) for location in locations):
                 # Products of values and scales of nvfp4 have more bits than float8, whatever the scales.
                 form = quantize.DEQUANTIZED if scaling == quantize.NVFP4 else quantize.ROUNDED
-            dtypes = self._dtypes(param, sites)
+            dtypes = self._dtypes(param, locations)
             groups.setdefault((dtypes, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtypes, requires_grad, is_expert, scaling, form), specs in groups.items():
@@ -101,13 +103,13 @@ class BucketPlanner:
         """Return the topology of a bucket of experts, or of a bucket of other parameters."""
         return self.experts.topology if is_expert and self.experts is not None else self.topology
 
-    def _dtypes(self, param: nn.Parameter, sites: Sequence[Site]) -> Dtypes:
-        return Dtypes(param.dtype, self.precision.compute_dtype(param, sites), self.precision.position(sites))
+    def _dtypes(self, param: nn.Parameter, locations: Sequence[ParamLocation]) -> Dtypes:
+        return Dtypes(param.dtype, self.precision.compute_dtype(param, locations), self.precision.position(locations))
 
-    def _scaling(self, unit: Unit, param: nn.Parameter, sites: Sequence[Site], is_expert: bool) -> str:
+    def _scaling(self, unit: Unit, param: nn.Parameter, locations: Sequence[ParamLocation], is_expert: bool) -> str:
         """Return the scaling of a parameter that is quantized to be gathered; "" for others."""
         topology, ndim = self.topology_of(is_expert), param.dim()
-        policy = self.precision.policy_at(self.precision.position(sites))
+        policy = self.precision.policy_at(self.precision.position(locations))
         if policy.param_comm_dtype is None or not topology.gathers_shards or ndim not in (2, 3):
             return ""
         if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
@@ -116,14 +118,14 @@ class BucketPlanner:
         block = quantize.block_numel(scaling)
         fits = local_shape(param)[-1] % block == 0
         if asked is None:
-            embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
+            embeds = any(isinstance(location.module, nn.Embedding) for location in locations)
             return scaling if fits and not unit.is_root and not embeds and (ndim == 2 or is_expert) else ""
-        if not asked(sites[0].name, param):
+        if not asked(locations[0].name, param):
             return ""
         if not fits:
             raise ValueError(
                 f"param_comm_scaling={scaling!r} scales {block} neighbors in a row together, but rows of "
-                f"{sites[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, "
+                f"{locations[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, "
                 f"which is no multiple of {block}. Leave it out with the filter, or use another scaling."
             )
         return scaling
@@ -134,10 +136,13 @@ class BucketPlanner:
         cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
         return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
-    def _form_of_layers(self, sites: Sequence[Site]) -> str:
+    def _form_of_layers(self, locations: Sequence[ParamLocation]) -> str:
         """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for
         others."""
-        modules, attributes = [site.module for site in sites], [site.attribute for site in sites]
+        modules, attributes = (
+            [location.module for location in locations],
+            [location.attribute for location in locations],
+        )
         return compat.transformer_engine.form_of(modules, attributes, self.keeps_transposes)
 
     def _scale(self, is_expert: bool, averages: bool) -> float:

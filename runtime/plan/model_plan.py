@@ -71,14 +71,14 @@ class ModelPlan:
         dense = Partitioner(planner.topology.mesh, tensor_parallel)
         expert = Partitioner(planner.experts.topology.mesh, of_experts=True) if planner.experts is not None else dense
         for unit in units:
-            for param, sites in unit.params:
-                name = sites[0].name
+            for param, locations in unit.params:
+                name = locations[0].name
                 partitioner = expert if name in plan.expert_names else dense
                 is_sharded = isinstance(param, RowShardedTensor)
                 plan.partitions[name] = (
                     param.row_split.partition
                     if is_sharded
-                    else partitioner.of(name, param, [site.module for site in sites])
+                    else partitioner.of(name, param, [location.module for location in locations])
                 )
         plan._check_quantized(planner)
         plan._check_extensions(planner)

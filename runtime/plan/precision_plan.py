@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..formats.casts import Casts
-from ..geometry.bucket_plan import Site
+from ..geometry.bucket_plan import ParamLocation
 from ..geometry.partition import local_shape
 from ..owner import ModuleRef
 from .precision import MixedPrecisionPolicy, Policies
@@ -76,17 +76,17 @@ class PrecisionPlan:
             positions[module] = position or 0
         return cls(policies, positions, borders)
 
-    def position(self, sites: Sequence[Site]) -> int:
+    def position(self, locations: Sequence[ParamLocation]) -> int:
         """Return the position of a parameter's policy.
 
         Raises:
             ValueError: It is tied between modules of different policies.
         """
-        first, *others = ((site, self.positions.get(site.module, 0)) for site in sites)
-        for site, position in others:
+        first, *others = ((location, self.positions.get(location.module, 0)) for location in locations)
+        for location, position in others:
             if self.policy_at(position) != self.policy_at(first[1]):
                 raise ValueError(
-                    f"Parameter {first[0].name!r} is also {site.name!r}, and mixed_precision_policy has different "
+                    f"Parameter {first[0].name!r} is also {location.name!r}, and mixed_precision_policy has different "
                     f"policies for the two: {self.policy_at(first[1])}, and {self.policy_at(position)}. A tied "
                     "parameter is gathered in one dtype: give both modules the same policy, or untie them."
                 )
@@ -95,21 +95,21 @@ class PrecisionPlan:
     def policy_at(self, position: int) -> MixedPrecisionPolicy:
         return list(self.policies)[position]
 
-    def compute_dtype(self, param: nn.Parameter, sites: Sequence[Site]) -> torch.dtype:
+    def compute_dtype(self, param: nn.Parameter, locations: Sequence[ParamLocation]) -> torch.dtype:
         """Return the dtype in which a parameter is gathered and computed with.
 
         Raises:
             ValueError: Its policies differ, or ``param_dtype_override_fn`` returned something else than is allowed.
         """
         if param not in self._chosen:
-            self._chosen[param] = self.policy_at(self.position(sites)).compute_dtype(sites[0].name, param)
+            self._chosen[param] = self.policy_at(self.position(locations)).compute_dtype(locations[0].name, param)
         return self._chosen[param]
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Return the size of a unit's gathered parameters in bytes, without padding."""
         return sum(
-            local_shape(param).numel() * (1 + param.is_complex()) * self.compute_dtype(param, sites).itemsize
-            for param, sites in unit.params
+            local_shape(param).numel() * (1 + param.is_complex()) * self.compute_dtype(param, locations).itemsize
+            for param, locations in unit.params
         )
 
     def describe(self) -> list[str]:

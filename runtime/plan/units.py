@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ..geometry.bucket_plan import Site
+from ..geometry.bucket_plan import ParamLocation
 from ..owner import ModuleRef
 
 UnitModules: TypeAlias = (
@@ -46,7 +46,7 @@ class Unit:
 
     name: str
     modules: tuple[nn.Module, ...]
-    params: tuple[tuple[nn.Parameter, tuple[Site, ...]], ...]
+    params: tuple[tuple[nn.Parameter, tuple[ParamLocation, ...]], ...]
     is_root: bool
     is_module: bool = False
 
@@ -185,14 +185,14 @@ def find_units(
     if by_module:
         holders = {f"{name}.{inner}": m for name in unit_modules for inner, m in _holders(unit_modules[name])}
         unit_modules |= {name: module for name, module in holders.items() if name not in unit_modules}
-    sites = {param: places for param, places in _sites(model).items() if param not in ignored}
-    owners = {param: _innermost([s.module_name for s in places], unit_modules) for param, places in sites.items()}
-    owners = {param: _group_name(owner, param, group_of, sites[param]) for param, owner in owners.items()}
+    locations = {param: places for param, places in _locations(model).items() if param not in ignored}
+    owners = {param: _innermost([s.module_name for s in places], unit_modules) for param, places in locations.items()}
+    owners = {param: _group_name(owner, param, group_of, locations[param]) for param, owner in owners.items()}
     modules_of = {name: (module,) for name, module in unit_modules.items()} | dict(group_of.values())
 
     owned: dict[str, list[nn.Parameter]] = {}
-    positions = [i for i, param in enumerate(sites) if owners[param]]
-    for i, param in enumerate(sites):
+    positions = [i for i, param in enumerate(locations) if owners[param]]
+    for i, param in enumerate(locations):
         name = owners[param]
         if not name:
             name = "root:all" if not positions else f"root:{_root_part(i, positions[0], positions[-1])}"
@@ -201,7 +201,7 @@ def find_units(
         Unit(
             name,
             modules_of.get(name, (model,)),
-            tuple((param, tuple(sites[param])) for param in params),
+            tuple((param, tuple(locations[param])) for param in params),
             is_root=name not in modules_of,
             is_module=by_module and name in modules_of,
         )
@@ -298,20 +298,20 @@ def _parted(names: Sequence[str]) -> list[list[str]]:
     return [paths[0][:common], *(path[common:] for path in paths)]
 
 
-def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
-    sites: dict[nn.Parameter, list[Site]] = {}
+def _locations(model: nn.Module) -> dict[nn.Parameter, list[ParamLocation]]:
+    locations: dict[nn.Parameter, list[ParamLocation]] = {}
     for name, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
-                sites.setdefault(param, []).append(Site(ModuleRef(module), name, attribute))
-    return sites
+                locations.setdefault(param, []).append(ParamLocation(ModuleRef(module), name, attribute))
+    return locations
 
 
 def _group_name(
     owner: str,
     param: nn.Parameter,
     group_of: Mapping[str, tuple[str, tuple[nn.Module, ...]]],
-    sites: Sequence[Site],
+    locations: Sequence[ParamLocation],
 ) -> str:
     """Return the name of the group that owns a parameter, whose innermost common unit is ``owner``.
 
@@ -319,7 +319,7 @@ def _group_name(
     """
     if owner in group_of:
         return group_of[owner][0]
-    holders = [[name for name in _prefixes(site.module_name) if name in group_of] for site in sites]
+    holders = [[name for name in _prefixes(location.module_name) if name in group_of] for location in locations]
     common = {group_of[names[-1]][0] if names else "" for names in holders}
     return common.pop() if len(common) == 1 and "" not in common else owner
 

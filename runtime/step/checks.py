@@ -119,7 +119,9 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
         summed_in = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         all_norms = torch._foreach_norm([*locals_, flat], 2.0, summed_in)
         *norms, of_bucket = torch.stack(all_norms).tolist()
-        not_finite += [sites[0].name for sites, n in zip(bucket.sites, norms, strict=True) if not math.isfinite(n)]
+        not_finite += [
+            locations[0].name for locations, n in zip(bucket.locations, norms, strict=True) if not math.isfinite(n)
+        ]
         norm = math.hypot(*norms)
         if math.isfinite(norm) and abs(norm - of_bucket) > NORM_TOLERANCE * max(norm, of_bucket) and not torn:
             torn = f"the gradient of bucket {bucket.plan.name!r} has norm {of_bucket:.7g}, its parameters' {norm:.7g}"

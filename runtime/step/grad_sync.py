@@ -17,7 +17,7 @@ from ..memory.bucket import Bucket
 from ..memory.deferred_gradients import RequestedGradients
 from ..program_lines import warn
 from ..ranks.agreement import everyones
-from ..ranks.conduct import Conduct
+from ..ranks.coordinator import Coordinator
 from ..ranks.watchdog import watchdog
 from . import checks as step_checks
 
@@ -86,7 +86,7 @@ class GradSync:
     Args:
         buckets: The model's buckets.
         reductions: What starts and awaits reductions.
-        conduct: Announces collectives.
+        coordinator: Announces collectives.
         settings: When deferred reductions are due.
 
     Attributes:
@@ -96,13 +96,13 @@ class GradSync:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], reductions: Reductions, conduct: Conduct, settings: SyncSettings
+        self, buckets: Sequence[Bucket], reductions: Reductions, coordinator: Coordinator, settings: SyncSettings
     ) -> None:
         self.settings = settings
         self.microbatches = 0
         self._buckets = buckets
         self._reductions = reductions
-        self._conduct = conduct
+        self._coordinator = coordinator
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()  # in the running backward
         self._reduced: set[Bucket] = set()  # since the last optimizer step
@@ -140,7 +140,7 @@ class GradSync:
             return
         if self._backward.outer is None:
             self._backward.outer = current
-            self._conduct.enter_backward(self.is_due())
+            self._coordinator.enter_backward(self.is_due())
             owner = self._reductions.owner  # which the backward needs to its end, even if nothing else holds it
 
             def finish() -> None:
@@ -235,16 +235,16 @@ class GradSync:
             levels: Levels of this rank, from :func:`.gradients.levels_of_use`.
         """
         found = [list(mine) for mine in levels]
-        for are_experts, topology in enumerate(self._conduct.members.topologies):
+        for are_experts, topology in enumerate(self._coordinator.members.topologies):
             group = topology.every
             positions = [i for i, bucket in enumerate(buckets) if bucket.plan.is_expert == bool(are_experts)]
             mine = [level for i in positions for level in found[i]]
             if group.size == 1 or not mine:
                 continue
             what = "find out which parameters were used"
-            self._conduct.start(what, group=group)
-            if self._conduct.is_capturing:  # through the store, once: replays use the same parameters
-                result = self._conduct.maxima(group, what, mine)
+            self._coordinator.start(what, group=group)
+            if self._coordinator.is_capturing:  # through the store, once: replays use the same parameters
+                result = self._coordinator.maxima(group, what, mine)
             else:
                 flags = torch.tensor(mine, dtype=torch.uint8)
                 with watchdog.explaining(what):  # in a backward, nothing else catches an error of NCCL's
@@ -262,23 +262,23 @@ class GradSync:
         Args:
             buffers: Returns the buffers that all ranks have.
         """
-        self._conduct.order.check()
+        self._coordinator.order.check()
         reduced, self._reduced = self._reduced, set()
         if not reduced or not step_checks.enabled():  # no backward before this step: gradients were set by hand
             return
-        if self._conduct.steps == 0:
-            self._conduct.note("checks before the first step")
-            step_checks.check_first_step(buffers(), self._buckets, reduced, self._conduct.members.group)
+        if self._coordinator.steps == 0:
+            self._coordinator.note("checks before the first step")
+            step_checks.check_first_step(buffers(), self._buckets, reduced, self._coordinator.members.group)
         if self.in_backward:  # an optimizer that steps in backward: the other gradients are still to come
             return
         if (missing := step_checks.missing(self._buckets, reduced)) is not None and missing not in self._warned:
             self._warned.add(missing)
             warn(
-                f"Step {self._conduct.steps} of {self._conduct.name}: backward reduced gradients of {missing}. The "
-                "loss did not depend on the others on any rank; it has no gradients, and optimizers leave it alone. "
-                "(Told once.)",
+                f"Step {self._coordinator.steps} of {self._coordinator.name}: backward reduced gradients of {missing}. "
+                "The loss did not depend on the others on any rank; it has no gradients, and optimizers leave it "
+                "alone. (Told once.)",
                 RuntimeWarning,
-                by=dist.get_process_group_ranks(self._conduct.members.group)[0],
+                by=dist.get_process_group_ranks(self._coordinator.members.group)[0],
             )
 
     def forget_reduced(self) -> None:
@@ -297,7 +297,7 @@ class GradSync:
         ]
         flags = torch.cat([flag for _, flag in found]).tolist()
         mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
-        group = self._conduct.members.agreeing
+        group = self._coordinator.members.agreeing
         everyone = everyones(mine, group, "NaN in gradients")
         ranks = dist.get_process_group_ranks(group)
         culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]

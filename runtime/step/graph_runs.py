@@ -22,7 +22,7 @@ from .. import compat
 from ..memory.comm_buffers import enter_pool
 from ..memory.gradients import Backward, deliver_to
 from ..owner import owners_of
-from ..ranks.conduct import BegunGraph
+from ..ranks.coordinator import BegunGraph
 
 
 class GraphRun:

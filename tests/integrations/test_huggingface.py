@@ -117,10 +117,10 @@ def assert_rows_of(sharded: Any, expected: nn.Module, buffers_too: bool = True) 
     """Assert that this rank's rows of every parameter, and all buffers, are those of a whole model."""
     wholes = dict(expected.named_parameters())
     for bucket in sharded.sharded.buckets:
-        for sites, split, param in zip(bucket.sites, bucket.splits, bucket.params, strict=True):
+        for locations, split, param in zip(bucket.locations, bucket.splits, bucket.params, strict=True):
             rows = split.rows(bucket.topology.shard)
-            whole = wholes.pop(sites[0].name)
-            assert torch.equal(param.to_local(), whole[rows.start : rows.stop]), sites[0].name
+            whole = wholes.pop(locations[0].name)
+            assert torch.equal(param.to_local(), whole[rows.start : rows.stop]), locations[0].name
     assert not wholes
     if not buffers_too:
         return

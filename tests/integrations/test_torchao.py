@@ -339,7 +339,7 @@ def test_no_weight_outlives_its_unit() -> None:
 
     eager.parameters.read = record
     loss = loss_of(call, 0)
-    last = model.module.layers[-1].attention.out.weight.mfsdp_home.bucket
+    last = model.module.layers[-1].attention.out.weight.mfsdp_handle.bucket
     assert len({bucket for bucket, _ in gathered}) == 2
     assert all(bucket is last for bucket, storage in gathered if storage() is not None)
     loss.backward()

@@ -820,7 +820,7 @@ def refused(error: type[Exception], *fragments: str, model: nn.Module | None = N
     model = model if model is not None else _model(CONFIG, None)
     with raises_everywhere(error, *fragments):
         fully_shard_model(model, **{"fsdp_unit_modules": [MoeBlock]} | arguments)
-    assert not any(hasattr(param, "mfsdp_home") for param in model.parameters())
+    assert not any(hasattr(param, "mfsdp_handle") for param in model.parameters())
 
 
 @on_ranks(4, timeout=60)

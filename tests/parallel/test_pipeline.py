@@ -403,7 +403,7 @@ def test_turns_of_several_stages_are_known(mode: str) -> None:
     for _ in range(3):
         asked.clear()
         for model in pipeline.models:
-            model.sharded.conduct.agree = lambda topic, lines, patience=1.5, epoch=0: asked.append(lines)
+            model.sharded.coordinator.agree = lambda topic, lines, patience=1.5, epoch=0: asked.append(lines)
         pipeline.step(x[0], y[0])
     assert not asked
 

@@ -96,13 +96,13 @@ def train(model: Any, call: Any, lengths: Sequence[Sequence[int]]) -> list[Tenso
 def watch(model: Any) -> list[tuple[str, Any]]:
     """Return a list that collects the topics of meetings from now on, each with this rank's offer."""
     met: list[tuple[str, Any]] = []
-    real = model.sharded.conduct.conclude
+    real = model.sharded.coordinator.conclude
 
     def watched(topic: str, lines: Any, offer: Any, *args: Any, **kwargs: Any) -> Any:
         met.append((topic, offer))
         return real(topic, lines, offer, *args, **kwargs)
 
-    model.sharded.conduct.conclude = watched
+    model.sharded.coordinator.conclude = watched
     return met
 
 
@@ -402,7 +402,7 @@ def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
             call(batch(mine((3, 1000))))
         keys[:] = list(known)
         assert counters["aot_autograd"]["autograd_cache_hit"] == 0
-        schedules = dict(model.sharded.conduct.begun_graphs)
+        schedules = dict(model.sharded.coordinator.begun_graphs)
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], schedules
 
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

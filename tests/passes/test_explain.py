@@ -64,7 +64,8 @@ def test_every_dump_runs_to_the_same_result(layers: int) -> None:
 
     def watched_exchange(self: Any, args: Any) -> Any:
         given["dynamo"] = [
-            a.mfsdp_home.bucket.gather_shards()[a.mfsdp_home.index] if hasattr(a, "mfsdp_home") else a for a in args
+            a.mfsdp_handle.bucket.gather_shards()[a.mfsdp_handle.index] if hasattr(a, "mfsdp_handle") else a
+            for a in args
         ]
         return exchange(self, args)
 

@@ -296,7 +296,7 @@ def test_a_step_that_reads_values_is_refused(mode: str, how: str) -> None:
             losses.append(step(batch, len(losses) % 2 == 0).detach())
     assert not run.graphs
     assert len(recorder.recordings) == 5
-    assert model.sharded.conduct.steps == 8
+    assert model.sharded.coordinator.steps == 8
     plain, call = sharded(mode)
     optim = fully_shard_optimizer(sgd(plain.parameters()))
     for batch in parity.batches(steps=8)[:, dist.get_rank()]:

@@ -184,10 +184,10 @@ def test_gradients_that_are_put_aside() -> None:
     pair = Pair(Heads, EAGER)
     first, second = parity.batches(2)
     pair.backward(lambda m, x, _: m(x), first)
-    aside = gradients.put_aside(pair.model.sharded.buckets)
+    aside = gradients.stash(pair.model.sharded.buckets)
     assert all(param.grad is None for param in pair.model.parameters())
     pair.backward(lambda m, x, _: m(x), second)
-    gradients.add_back(aside)
+    gradients.unstash(aside)
     pair.check_gradients()
 
 

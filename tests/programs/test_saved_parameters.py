@@ -234,13 +234,13 @@ def test_a_weight_of_a_child_is_not_kept_for_backward() -> None:
         loss = model(torch.ones(3, WIDTH)).sum()
         with torch.no_grad():
             model(torch.ones(3, WIDTH))
-        home = (model.module.head if where == "root" else model.module.out.head)._mfsdp_homes["weight"]
+        handle = (model.module.head if where == "root" else model.module.out.head)._mfsdp_homes["weight"]
         gc.collect()
-        assert home.bucket not in eager.gathering.gathered
+        assert handle.bucket not in eager.gathering.gathered
         gather = eager.gathering.gather
         eager.gathering.gather = lambda bucket, *planes: (gathered.append(bucket), gather(bucket, *planes))[1]
         loss.backward()
-        assert home.bucket in gathered
+        assert handle.bucket in gathered
         assert not eager.gathering.hooks_everywhere
 
 

@@ -100,7 +100,7 @@ def test_ranks_abort_communicators_of_nccl_together() -> None:
     model, call, optimizer = make(EAGER)
     step(call, optimizer, data[0])
     sharded = model.sharded
-    order = sharded.conduct.order
+    order = sharded.coordinator.order
     dist.barrier()
     begun = time.monotonic()
     nccl = mock.patch.object(compat, "nccl_options", return_value=object())
@@ -117,7 +117,7 @@ def test_ranks_abort_communicators_of_nccl_together() -> None:
         warnings.simplefilter("always")
         model.reset()
     assert any("load weights" in str(each.message) for each in given) == (dist.get_rank() == 0)
-    assert "last optimizer step" in str(sharded.conduct.order.standstill())  # of the new group
+    assert "last optimizer step" in str(sharded.coordinator.order.standstill())  # of the new group
     step(call, optimizer, data[0])
 
 

@@ -50,13 +50,13 @@ def make(mode: str = EAGER, **arguments: Any) -> tuple[Any, Any]:
 
 def count_agreements(model: Any) -> list[str]:
     asked: list[str] = []
-    real = model.sharded.conduct.agree_on_order
+    real = model.sharded.coordinator.agree_on_order
 
     def counted(lines: Any, epoch: int) -> None:
         asked.extend(lines)
         real(lines, epoch)
 
-    model.sharded.conduct.agree_on_order = counted
+    model.sharded.coordinator.agree_on_order = counted
     return asked
 
 

@@ -69,7 +69,7 @@ def test_callbacks_run_when_backward_ends() -> None:
 
 def test_what_a_backward_does_with_gradients_is_known() -> None:
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    wanted: list[compat.Wanted] = []
+    wanted: list[compat.GradientRequest] = []
     y = (x * weight).clone()
     leaf = next(node for node, _ in y.grad_fn.next_functions[0][0].next_functions if node.variable is weight)  # type: ignore[union-attr]
     y.grad_fn.register_prehook(lambda _: wanted.append(compat.wanted(leaf)))  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def test_what_a_backward_does_with_gradients_is_known() -> None:
     y.sum().backward(inputs=[x], retain_graph=True)
     torch.autograd.grad(y.sum(), weight, retain_graph=True)
     y.sum().backward(retain_graph=True)
-    kinds = compat.Wanted
+    kinds = compat.GradientRequest
     assert wanted == [kinds.NOT, kinds.NOT, kinds.RETURNED, kinds.ADDED]
 
 

@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.plan.units import (
 
 def owned(model: nn.Module, classes: object) -> dict[str, list[str]]:
     units = find_units(model, resolve_unit_classes(model, classes))
-    return {unit.name: [sites[0].name for _, sites in unit.params] for unit in units}
+    return {unit.name: [locations[0].name for _, locations in unit.params] for unit in units}
 
 
 def test_units_by_class() -> None:

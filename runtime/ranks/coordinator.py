@@ -1,8 +1,8 @@
 """Keeps one sharded model in step with the same model on other ranks.
 
-Everything that a model is about to do together with other ranks passes through its :class:`Conduct` first. It writes
-the journal, compares what is new with the other ranks (:mod:`.collective_order`), names collectives in profiles, and
-tells other ranks about failures.
+Everything that a model is about to do together with other ranks passes through its :class:`Coordinator` first. It
+writes the journal, compares what is new with the other ranks (:mod:`.collective_order`), names collectives in profiles,
+and tells other ranks about failures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .watchdog import watchdog
 
 
 class Announcement(NamedTuple):
-    """A collective of the eager path as it is announced at every step; see :meth:`Conduct.announcement`."""
+    """A collective of the eager path as it is announced at every step; see :meth:`Coordinator.announcement`."""
 
     model: str
     group: Group | None
@@ -96,7 +96,7 @@ class BegunGraph(NamedTuple):
     unused: Sequence[str]
 
 
-class Conduct:
+class Coordinator:
     """Announces what one model does with other ranks.
 
     Args:
@@ -125,8 +125,8 @@ class Conduct:
         self._group_names = members.group_names  # when the last forward or backward began
         self._watch()
 
-    def of_copy(self, members: Members) -> Conduct:
-        """Return the conduct of a copy of the model, which communicates over the same groups.
+    def of_copy(self, members: Members) -> Coordinator:
+        """Return the coordinator of a copy of the model, which communicates over the same groups.
 
         Copies are numbered per model, not per group: one rank may make some for its own use.
         """
