@@ -84,7 +84,8 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             wire = format_of(collective) or _short(exchange.stage_dtype(stage))
             sent = f"{exchange.stage_bytes(stage):,} B in {wire}"
             how = "gathered" if collective == "all_gather" else exchange.reduce_op
-            how = "exchanged and summed in float32" if exchanges_slices(collective) else how
+            if exchanges_slices(collective):
+                how = f"exchanged and summed in {_short(exchange.stage_dtype(stage + 1))}"
             detail = f"{sent}, {how} over {exchange.group_sizes[stage]} ranks"
             if exchange.offload and number == len(exchange.groups):
                 detail += f", {info.shard_bytes:,} B to host memory"

@@ -22,6 +22,7 @@ class _Before(NamedTuple):
     warn_only: bool
     benchmark: bool
     inductor: Any
+    fill: bool
 
 
 _before: _Before | None = None
@@ -31,10 +32,11 @@ def deterministic(enabled: bool = True) -> None:
     """Make training runs equal to the bit, also on another number of machines. Call it before models are sharded.
 
     Two runs of one program are equal then, if they have the same versions, kind of device, data-parallel ranks in the
-    same order, and threads per rank. This sets ``torch.use_deterministic_algorithms(True)``,
-    ``torch.backends.cudnn.benchmark = False``, Inductor's ``deterministic`` (no choice by measured time changes
-    numbers) and, if it is not set, ``CUBLAS_WORKSPACE_CONFIG=:4096:8``. Models that are sharded from now on add
-    gradients and norms in the order of ranks, as with ``MixedPrecisionPolicy(grad_sum_dtype=torch.float32)``.
+    same order, and threads per rank. Models that are sharded from now on add gradients and norms in the order of ranks,
+    as with ``MixedPrecisionPolicy(grad_sum_dtype=torch.float32)``. In torch, this sets
+    ``torch.use_deterministic_algorithms(True)``, without the filling of fresh memory, which nothing here reads;
+    ``torch.backends.cudnn.benchmark = False``; Inductor's ``deterministic``, so that no choice by measured time changes
+    numbers; and, if it is not set, ``CUBLAS_WORKSPACE_CONFIG=:4096:8``.
 
     What torch's own collectives add (tensor and context parallelism) depends on the backend.
 
@@ -49,13 +51,16 @@ def deterministic(enabled: bool = True) -> None:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.backends.cudnn.benchmark,
             compat.set_inductor_deterministic(True),
+            torch.utils.deterministic.fill_uninitialized_memory,
         )
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     elif not enabled and _before is not None:
         torch.use_deterministic_algorithms(_before.algorithms, warn_only=_before.warn_only)
         torch.backends.cudnn.benchmark = _before.benchmark
         compat.set_inductor_deterministic(_before.inductor)
+        torch.utils.deterministic.fill_uninitialized_memory = _before.fill
         _before = None
 
 

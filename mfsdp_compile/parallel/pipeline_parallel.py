@@ -42,6 +42,7 @@ from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime.model import settings
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn
 
 from ..runtime.geometry.topology import Accumulation, Group
@@ -209,6 +210,12 @@ def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:
         )
 
 
+def _sum_in_order(models: Iterable[nn.Module]) -> bool:
+    """Whether models sum in the order of ranks. Stages need not be sharded."""
+    sharded = (getattr(model, "sharded", None) for model in models)
+    return any(isinstance(each, ShardedModel) and each.topology.in_order for each in sharded)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     models: Iterable[nn.Module], max_norm: float, group: dist.ProcessGroup, norm_type: float = 2.0
@@ -224,15 +231,16 @@ def clip_grad_norm_(
     Returns:
         The norm of all gradients before clipping; 0-d, equal on all ranks.
     """
+    models = list(models)
     params = [param for model in models for param in model.parameters()]
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    stages = Group.of(group)
+    stages, in_order = Group.of(group), _sum_in_order(models)
     if norm_type == float("inf"):
-        norm = stages.all_reduce(norm, "max")
+        norm = stages.all_reduce(norm, "max", in_order)
     else:
-        norm = stages.all_reduce(norm**norm_type, "sum") ** (1 / norm_type)
+        norm = stages.all_reduce(norm**norm_type, "sum", in_order) ** (1 / norm_type)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 

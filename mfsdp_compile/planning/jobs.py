@@ -79,6 +79,10 @@ class Job:
     step_in_backward: bool = False
 
     def __post_init__(self) -> None:
+        if self.precision.grad_sum_within is not None:
+            raise ValueError(
+                "a plan tries sums in one level and in two, and says which is faster: leave grad_sum_within out"
+            )
         if self.offload != NOTHING and self.precision.param_comm_dtype is not None:
             raise ValueError(
                 "units in host memory cannot be gathered in float8 or float4, from a shard on the device: leave out "

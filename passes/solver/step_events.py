@@ -358,7 +358,8 @@ class StepOutlines:
                     place = ahead[following] if how.packed and following > i else behind[following]
                 place += [Wait(collective), Free(Category.GRADIENTS, copied)]
                 if exchanges_slices(kind):  # then the slices are summed
-                    slices, result = result, info.exchange.stage_numel(stage) // size * 4
+                    summed_in = info.exchange.stage_dtype(stage + 1)
+                    slices, result = result, info.exchange.stage_numel(stage) // size * summed_in.itemsize
                     place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, slices)]
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))

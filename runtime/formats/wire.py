@@ -12,14 +12,14 @@ Rounding is to the nearest, ties to even, or stochastic: up with the probability
 below, so that errors cancel on average. The random numbers are a hash of the block's bits, and of the value's place. So
 they need no state, and a resumed run, another process and compiled code draw the same.
 
-Values that are not finite stay visible: they make their block NaN. Blocks of values below 1e-35 count as zeros, because
-their scale would not be a normal number. Blocks follow the bucket's layout, so what shares a scale depends on the
-layout, and not on how many microbatches or collectives there are.
+Values that are not finite stay visible: they make their block NaN. Blocks of values below 1e-33 may count as zeros,
+because their scale would not be a normal number. Blocks follow the bucket's layout, so what shares a scale depends on
+the layout, and not on how many microbatches or collectives there are.
 
 A slice may also be sent in 16 bits, without scales, where it would be in float32: sums of other ranks.
 
-There is one implementation, in operators without side effects. The eager path runs it slice by slice, because in
-float32 a slice is large. Inductor traces it over all slices, and fuses it.
+There is one implementation, in operators without side effects. The eager path runs it over a part of a slice at a time,
+because intermediate values are in 32 and 64 bits. Inductor traces it over all slices, and fuses it.
 
 After the blockwise quantization of DeepSeek-V3 and of ZeRO++'s qgZ, which sends gradients in blocks of integers.
 """
@@ -77,7 +77,6 @@ class Format:
 
 _FORMATS = (
     Format(torch.bfloat16),
-    Format(torch.float16),
     Format(torch.float8_e4m3fn, 8, 128, 4, 448.0, 3, -6),
     Format(torch.float8_e5m2, 8, 128, 4, 57344.0, 2, -14),
     Format(torch.int8, 8, 128, 4, 127.0),
@@ -120,39 +119,59 @@ def slices_of(values: Tensor, ranks: int, pieces: int = 1) -> Tensor:
 
 
 def encode_each(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
-    """Do the same as :func:`encode` with one slice after the other in float32."""
-    slices = slices_of(values, ranks, pieces)
-    sent = values.new_empty(ranks, FORMATS[name].sent_numel(slices.shape[1]), dtype=FORMATS[name].sent_dtype)
-    for message, mine in zip(sent, slices, strict=True):
-        message.copy_(_encoded(mine[None], FORMATS[name])[0])
+    """Do the same as :func:`encode` with a part of a slice at a time."""
+    format = FORMATS[name]
+    if not format.block:
+        return encode(values, ranks, name, pieces)
+    numel = math.ceil(values.numel() / ranks)
+    sent = values.new_empty(ranks, format.sent_numel(numel), dtype=format.sent_dtype)
+    for rank, message in enumerate(sent):
+        mine = values.view(pieces, ranks, -1)[:, rank].reshape(-1) if pieces > 1 else values[rank * numel :][:numel]
+        data, scale_bytes = message.tensor_split([format.padded(numel) * format.bits // 8])
+        for first in range(0, numel, _AT_A_TIME):
+            part = mine[first : first + _AT_A_TIME]
+            part = F.pad(part, (0, format.padded(min(_AT_A_TIME, numel - first)) - part.numel()))
+            codes, scales = _encoded(part[None], format, first)
+            data.narrow(0, first * format.bits // 8, codes.numel()).copy_(codes[0])
+            scale_bytes.narrow(0, first // format.block * format.scale_bytes, scales.numel()).copy_(scales[0])
     return sent.view(-1)
+
+
+_AT_A_TIME = 1 << 20
+"""Values, a multiple of every block."""
 
 
 def encode(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
     """Return what is sent for ``values``, ``[numel]``: ``[sent_numel(numel, ranks, name)]``; see :func:`slices_of`."""
-    return _encoded(slices_of(values, ranks, pieces), FORMATS[name]).view(-1)
-
-
-def _encoded(slices: Tensor, format: Format) -> Tensor:
-    """Return messages, ``[ranks, sent_numel]``, for ``[ranks, numel]``."""
+    slices, format = slices_of(values, ranks, pieces), FORMATS[name]
     if not format.block:
-        return slices.to(format.dtype)
-    ranks, numel = slices.shape
-    padding = format.padded(numel) - numel
-    blocks = (F.pad(slices, (0, padding)) if padding else slices).to(torch.float32).view(ranks, -1, format.block)
+        return slices.to(format.dtype).view(-1)
+    padding = format.padded(slices.shape[1]) - slices.shape[1]
+    slices = F.pad(slices, (0, padding)) if padding else slices
+    return torch.cat(_encoded(slices, format, 0), 1).view(-1)
+
+
+def _encoded(slices: Tensor, format: Format, first: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of values and of scales, for whole blocks of each rank, ``[ranks, numel]``.
+
+    Args:
+        first: Where they begin in their slices.
+    """
+    ranks = len(slices)
+    blocks = slices.to(torch.float32).view(ranks, -1, format.block)
     largest = blocks.abs().amax(-1, keepdim=True)
     # True divisions: CUDA turns one by a number into a product with its reciprocal.
     scales = torch.div(largest, torch.full_like(largest, format.largest))
-    scales = torch.where(scales < _LEAST_SCALE, 1.0, scales)
+    is_tiny = scales < _LEAST_SCALE
+    scales = torch.where(is_tiny, 1.0, scales)
     if format.scale_bytes == 2:
         scales = _as_bfloat16(scales)
-    scaled = blocks / scales
+    scaled = torch.where(is_tiny, 0.0, blocks / scales)
     if format.is_stochastic or format.bits == 4 or format.mantissa is None:  # a cast rounds the others
-        scaled = _rounded(scaled, format, _random(blocks) if format.is_stochastic else None)
-    codes = _codes(scaled, format)
+        scaled = _rounded(scaled, format, _random(blocks, first) if format.is_stochastic else None)
     bits = scales.view(torch.int32)
     scale_bytes = torch.cat([bits >> shift & 0xFF for shift in _shifts(format)], -1).to(torch.uint8)
-    return torch.cat([codes.view(ranks, -1), scale_bytes.view(ranks, -1)], 1)
+    return _codes(scaled, format).view(ranks, -1), scale_bytes.view(ranks, -1)
 
 
 def _as_bfloat16(scales: Tensor) -> Tensor:
@@ -180,15 +199,15 @@ def _rounded(scaled: Tensor, format: Format, random: Tensor | None) -> Tensor:
     return (steps * distance).clamp(-format.largest, format.largest)
 
 
-def _random(blocks: Tensor) -> Tensor:
-    """Return numbers in ``[0, 1)`` for the values of blocks: a hash of their bits and places."""
-    places = torch.arange(blocks[0].numel(), device=blocks.device).view(blocks[0].shape)
+def _random(blocks: Tensor, first: int = 0) -> Tensor:
+    """Return numbers in ``[0, 1)`` for the values of blocks: a hash of their bits and places in a slice."""
+    places = torch.arange(first, first + blocks[0].numel(), device=blocks.device).view(blocks[0].shape)
     found = blocks.view(torch.int32).to(torch.int64).sum(-1, keepdim=True)
     # Not a sum: Inductor would take products of places for indices, and compute them in 32 bits.
     found = (found & 0x7FFFFFFF) * 0x27D4EB2F ^ places
     for factor in (0x7FEB352D, 0x6C078965, 0x5BD1E995):  # of 31 bits: no product overflows
         found = ((found ^ found >> 16) & 0x7FFFFFFF) * factor
-    return (found >> 30 & 0xFFFFFF).to(torch.float32) / 2.0**24
+    return (found >> 7 & 0xFFFFFF).to(torch.float32) / 2.0**24
 
 
 def _codes(values: Tensor, format: Format) -> Tensor:
@@ -225,12 +244,24 @@ SLICES_AT_ONCE = 64
 
 
 def sum_each(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
-    """Do the same as :func:`sum_decoded` with one slice after the other in float32."""
-    total: Tensor | None = None
-    for received in sent.view(ranks, -1):
-        decoded = _decoded(received[None], numel, name)[0]
-        total = decoded if total is None else total.add_(decoded)
-    assert total is not None
+    """Do the same as :func:`sum_decoded` with a part of a slice at a time."""
+    messages, format = sent.view(ranks, -1), FORMATS[name] if name else None
+    if format is None or not format.block:
+        total = _decoded(messages[:1], numel, name)[0]
+        for received in messages[1:]:
+            total.add_(received[:numel])
+        return total
+    total = torch.zeros(numel, device=sent.device)
+    data = format.padded(numel) * format.bits // 8
+    for first in range(0, numel, _AT_A_TIME):
+        part, size = total[first : first + _AT_A_TIME], format.padded(min(_AT_A_TIME, numel - first))
+        codes = messages.narrow(1, first * format.bits // 8, size * format.bits // 8)
+        scales = messages.narrow(
+            1, data + first // format.block * format.scale_bytes, size // format.block * format.scale_bytes
+        )
+        for rank in range(ranks):
+            decoded = _decoded(torch.cat([codes[rank], scales[rank]])[None], part.numel(), name)[0]
+            part.copy_(decoded) if rank == 0 else part.add_(decoded)
     return total
 
 

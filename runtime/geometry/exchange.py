@@ -243,8 +243,11 @@ class Exchange(_Fields):
 
     def stage_dtype(self, stage: int) -> torch.dtype:
         """Dtype that a stage of the reduction sends; after the last stage, that of the reduced gradient."""
-        is_sum = any(map(exchanges_slices, self.collectives[:stage]))
-        return sum_dtype(self.comm_dtype) if is_sum else self.comm_dtype
+        dtype = self.comm_dtype
+        for collective in self.collectives[:stage]:
+            if exchanges_slices(collective):
+                dtype = torch.float32 if format_of(collective) else sum_dtype(dtype)
+        return dtype
 
     def stage_numel(self, stage: int) -> int:
         """Elements of the whole tensor of a stage of the reduction: what is reduced, or gathered."""

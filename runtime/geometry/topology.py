@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import compat
-from ..determinism import is_deterministic
 from .exchange import When, exchange_of, stride_of
 from .placements import Placements, ShardingStrategy
 
@@ -43,14 +42,12 @@ class Group:
         size: Number of ranks.
         rank: Rank of this process in the group.
         stride: Distance between neighboring ranks of the group, in global ranks.
-        in_order: Whether sums over the ranks are added in their order.
     """
 
     name: str
     size: int
     rank: int
     stride: int = 1
-    in_order: bool = False
 
     def __hash__(self) -> int:
         return hash((self.size, self.rank))
@@ -62,9 +59,13 @@ class Group:
         if found.item() != self.size:
             raise RuntimeError(f"Ones on {self.size} ranks sum to {found.item()}.")
 
-    def all_reduce(self, value: Tensor, op: str) -> Tensor:
-        """Reduce values over the ranks. The result is the same on each of them."""
-        if not (self.in_order and op == "sum" and value.is_floating_point()):
+    def all_reduce(self, value: Tensor, op: str, in_order: bool) -> Tensor:
+        """Reduce values over the ranks. The result is the same on each of them.
+
+        Args:
+            in_order: Whether sums are added in the order of ranks; see [Note: Sums in the order of ranks].
+        """
+        if not (in_order and op == "sum" and value.is_floating_point()):
             return compat.wait_tensor(compat.all_reduce(value, op, self.name))
         every = compat.wait_tensor(compat.all_gather(value.reshape(-1), self.size, self.name)).view(self.size, -1)
         return functools.reduce(torch.add, every).view(value.shape)
@@ -72,7 +73,7 @@ class Group:
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
         ranks = dist.get_process_group_ranks(group)
-        return Group(group.group_name, len(ranks), dist.get_rank(group), stride_of(ranks), is_deterministic())
+        return Group(group.group_name, len(ranks), dist.get_rank(group), stride_of(ranks))
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Topology:
             experts.
         inspects: Whether gradients are inspected when their reduction starts, so that there must be one on one rank
             too.
+        in_order: Whether whatever is summed over ranks is added in their order; see :mod:`..determinism`.
         gathered: Bytes that this rank has received for operators on parameters at rest that need whole ones, by
             operator.
     """
@@ -147,6 +149,7 @@ class Topology:
     accumulation: Accumulation = Accumulation()
     skips_itself: bool = False
     inspects: bool = False
+    in_order: bool = False
     gathered: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:

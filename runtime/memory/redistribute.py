@@ -35,7 +35,7 @@ def announce_at_rest(topology: Topology, what: str, parameter: str | None = None
 def reduce_over_shards(topology: Topology, value: Tensor, op: str) -> Tensor:
     """Reduce results for each shard to the result for the whole tensor; the same on every rank."""
     for group in topology.shard_groups:
-        value = group.all_reduce(value, op)
+        value = group.all_reduce(value, op, topology.in_order)
     return value
 
 

@@ -41,15 +41,18 @@ class Averaging:
     Args:
         groups: Groups whose ranks to average over, one group after the other.
         parameter: Name of the parameter that the result is computed from.
+        in_order: Whether values are added in the order of ranks.
     """
 
     groups: Sequence[Group]
     parameter: str
+    in_order: bool
 
     @staticmethod
     def of(tensor: RowShardedTensor) -> Averaging:
         groups = (tensor.topology.every, *tensor.row_split.groups)
-        return Averaging(tuple(group for group in groups if group.size > 1), tensor.row_split.name)
+        groups = tuple(group for group in groups if group.size > 1)
+        return Averaging(groups, tensor.row_split.name, tensor.topology.in_order)
 
 
 class ReplicatedTensor(Dispatched):
@@ -298,7 +301,7 @@ class _Mean(torch.autograd.Function):
             announce(what, group.name, averaging.parameter)
             # Of parameters in host memory, the gradient is there, and the group may have no backend for it.
             sent = compat.to_backend(value, group.name)
-            value = group.all_reduce(sent, "sum").to(value.device) / group.size
+            value = group.all_reduce(sent, "sum", averaging.in_order).to(value.device) / group.size
         return ReplicatedTensor.wrap(torch.view_as_complex(value) if is_complex else value, mesh)
 
     @staticmethod

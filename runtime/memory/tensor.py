@@ -180,7 +180,7 @@ class RowShardedTensor(Dispatched):
         home = value.device
         value = reduce_over_shards(self.topology, host.on_device(value, self.topology.mesh.device_type), op)
         for group in self.row_split.groups:
-            value = group.all_reduce(value, op)
+            value = group.all_reduce(value, op, self.topology.in_order)
         return value.to(home)
 
     # Torch would add the rows' storage offset to a null address, and take the sum for memory.

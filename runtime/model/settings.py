@@ -78,6 +78,8 @@ def set_precision(model: ShardedModel, precision: Policies) -> None:
     for bucket in model.buckets:
         plan = bucket.plan
         policy = policies[plan.policy]
+        if policy.wire:
+            policy.check_sums(plan.sums_exactly)
         reduced_in = policy.comm_dtype(plan.model_dtype, plan.compute_dtype)
         bucket.set_plan(replace(plan, comm_dtype=reduced_in, wire=policy.wire, outer_wire=policy.outer_wire))
     model.label_modules()

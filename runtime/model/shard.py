@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import compat
+from ..determinism import is_deterministic
 from ..eager.engine import EagerRuntime, Window
 from ..eager.modules import is_sharded, release_module, shard_module
 from ..eager.save_methods import guard_saving
@@ -116,7 +117,7 @@ def shard_model(
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
     initializer = options.from_meta if meta.has_meta(module) else None
-    topology = replace(topology, inspects=options.gradient_policy.report_nan)
+    topology = replace(topology, inspects=options.gradient_policy.report_nan, in_order=is_deterministic())
     communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
@@ -200,7 +201,13 @@ def _agree_on_plan(
         own = options.experts() if options.experts is not None else None
         if own is not None:
             own = replace(
-                own, topology=replace(own.topology, skips_itself=not topology.inspects, inspects=topology.inspects)
+                own,
+                topology=replace(
+                    own.topology,
+                    skips_itself=not topology.inspects,
+                    inspects=topology.inspects,
+                    in_order=topology.in_order,
+                ),
             )
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
@@ -238,7 +245,7 @@ def _settings(topology: Topology, experts: ExpertPlacement | None, options: Shar
     tensor_parallel = options.tensor_parallel
     return [
         f"torch {torch.__version__}",
-        str(topology),
+        f"{topology}{', sums in the order of ranks' if topology.in_order else ''}",
         *(communicators.describe(each, options.communication, options.overlap) for each in communicating),
         *([str(experts)] if experts is not None else []),
         f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",

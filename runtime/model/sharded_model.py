@@ -285,8 +285,7 @@ class ShardedModel:
 
     def begin_graph(self, graph: BegunGraph) -> None:
         """Prepare for a compiled graph that is about to start its collectives; see :meth:`.Coordinator.begin_graph`."""
-        ranks = {bucket.plan.name: (bucket.topology, bucket.stages) for bucket in self.buckets}
-        self.coordinator.begin_graph(graph, ranks, self.grad_sync.is_due())
+        self.coordinator.begin_graph(graph, self.grad_sync.is_due())
 
     def leave_backward(self) -> None:
         """Outside of backward, clean up after a backward that raised."""

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .. import compat
-from ..determinism import is_deterministic
 from ..formats import extension, quantize
 from ..geometry.bucket_plan import BucketPlan, ParamLocation
 from ..geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
@@ -163,7 +162,8 @@ class BucketPlanner:
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
-        sums_exactly = policy.grad_sum_dtype is not None or is_deterministic()
+        sums_exactly = policy.grad_sum_dtype is not None or self.topology.in_order
+        policy.check_sums(sums_exactly)
         averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not sums_exactly
         return BucketPlan(
             name=unit.name,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from .. import compat
-from ..determinism import is_deterministic
 from ..formats import quantize, wire
 from ..formats.casts import Casts
 from ..geometry.topology import Topology
@@ -100,18 +99,21 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"{name} takes a floating-point torch.dtype{or_main} or None, got {dtype!r}")
         if self.grad_sum_dtype not in (None, torch.float32):
             raise ValueError(f"grad_sum_dtype takes torch.float32 or None, got {self.grad_sum_dtype!r}")
-        if isinstance(self.grad_comm_dtype, torch.dtype) and self.grad_comm_dtype.itemsize < 2:
-            if self.grad_comm_dtype not in wire.DTYPES:
-                raise ValueError(
-                    f"grad_comm_dtype={self.grad_comm_dtype}: of the dtypes below 16 bits, gradients can be sent in "
-                    f"{', '.join(map(str, wire.DTYPES))}"
-                )
-            if self.grad_sum_dtype is None:
-                raise ValueError(
-                    f"grad_comm_dtype={self.grad_comm_dtype} sends gradients in a format in which no sum would fit: "
-                    "add grad_sum_dtype=torch.float32, so that ranks sum what they receive in float32."
-                )
-        self._check_sums()
+        sent = self.grad_comm_dtype
+        if isinstance(sent, torch.dtype) and sent.itemsize < 2 and sent not in wire.DTYPES:
+            raise ValueError(
+                f"grad_comm_dtype={sent}: of the dtypes below 16 bits, gradients can be sent in "
+                f"{', '.join(map(str, wire.DTYPES))}"
+            )
+        within, outer = self.grad_sum_within, self.grad_outer_comm_dtype
+        if not (within is None or within == "node" or (type(within) is int and within > 0)):
+            raise ValueError(f"grad_sum_within takes a number of ranks, 'node' or None, got {within!r}")
+        if outer is not None and outer not in wire.OUTER_DTYPES:
+            raise ValueError(
+                f"grad_outer_comm_dtype takes {', '.join(map(str, wire.OUTER_DTYPES))} or None, got {outer!r}"
+            )
+        if self.grad_comm_rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"grad_comm_rounding takes 'nearest' or 'stochastic', got {self.grad_comm_rounding!r}")
         for name in ("param_dtype", "output_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
                 raise ValueError(
@@ -149,22 +151,28 @@ class MixedPrecisionPolicy:
                 f"others are for {quantize.DTYPE}."
             )
 
-    def _check_sums(self) -> None:
-        within, outer = self.grad_sum_within, self.grad_outer_comm_dtype
-        if not (within is None or within == "node" or (type(within) is int and within > 0)):
-            raise ValueError(f"grad_sum_within takes a number of ranks, 'node' or None, got {within!r}")
-        if outer is not None and outer not in wire.OUTER_DTYPES:
+    def check_sums(self, sums_exactly: bool) -> None:
+        """Raise ValueError if a setting is without effect, or for sums in the order of ranks, and there are none.
+
+        Args:
+            sums_exactly: Whether there are.
+        """
+        sent = (self.grad_comm_dtype, self.grad_outer_comm_dtype)
+        if self.grad_comm_rounding != "nearest" and not any(dtype in wire.DTYPES for dtype in sent):
             raise ValueError(
-                f"grad_outer_comm_dtype takes {', '.join(map(str, wire.OUTER_DTYPES))} or None, got {outer!r}"
+                f"grad_comm_rounding={self.grad_comm_rounding!r} is for gradients in 8 and 4 bits: give "
+                "grad_comm_dtype or grad_outer_comm_dtype."
             )
-        if self.grad_comm_rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"grad_comm_rounding takes 'nearest' or 'stochastic', got {self.grad_comm_rounding!r}")
-        if self.grad_sum_dtype is None and not is_deterministic():
-            for name, value in (("grad_sum_within", within), ("grad_outer_comm_dtype", outer)):
-                if value is not None:
-                    raise ValueError(
-                        f"{name}={value} is for sums in the order of ranks: add grad_sum_dtype=torch.float32."
-                    )
+        if sums_exactly:
+            return
+        if self.wire:
+            raise ValueError(
+                f"grad_comm_dtype={self.grad_comm_dtype} sends gradients in a format in which no sum would fit: add "
+                "grad_sum_dtype=torch.float32, so that ranks sum what they receive in float32."
+            )
+        for name in ("grad_sum_within", "grad_outer_comm_dtype"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}={value} is for sums in the order of ranks: add grad_sum_dtype=torch.float32.")
 
     def sums_within(self, topology: Topology) -> int:
         """Return the number of neighbors that sum first; 0: there is one level.
@@ -176,7 +184,7 @@ class MixedPrecisionPolicy:
         if within is None or (within == "node" and not topology.over_inner.shards):
             return 0
         if within == "node":
-            if is_deterministic():
+            if topology.in_order:
                 raise ValueError(
                     "grad_sum_within='node' makes sums depend on the ranks per node, which deterministic() rules out: "
                     "give their number."
@@ -190,9 +198,9 @@ class MixedPrecisionPolicy:
             return neighbors if neighbors < ranks.size and ranks.size % neighbors == 0 and neighbors > 1 else 0
         if not topology.over_inner.shards or ranks.size % within:
             raise ValueError(
-                f"grad_sum_within={within} divides the ranks that gradients are scattered over, but with {topology} "
-                f"{'no gradient is' if not topology.over_inner.shards else f'these are {ranks.size}'}. Give a divisor, "
-                "or leave it out."
+                f"grad_sum_within={within} must divide the ranks that gradients are scattered over, but with "
+                f"{topology} {'no gradient is' if not topology.over_inner.shards else f'these are {ranks.size}'}. "
+                "Give a divisor, or leave it out."
             )
         return within if 1 < within < ranks.size else 0
 

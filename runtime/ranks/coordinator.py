@@ -11,8 +11,8 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,10 +71,6 @@ class Members(Protocol):
     def partition_groups(self) -> Sequence[Group]: ...
 
 
-RanksOfBuckets: TypeAlias = Mapping[str, tuple[Topology, Sequence[ReductionStage]]]
-"""Topologies of buckets, and the stages of their reductions, by name."""
-
-
 class BegunGraph(NamedTuple):
     """A compiled graph that begins.
 
@@ -83,6 +79,7 @@ class BegunGraph(NamedTuple):
         digest: Digest of its schedule.
         schedule: Its collectives, one per line, with numbers for ``buckets``.
         buckets: Names of the buckets.
+        ranks: What each communicates over: its topology, and the stages of its reduction. None: it is gone.
         options: Options that it was compiled with.
         unused: Trainable parameters that get no gradient in it. They must be the same on all ranks: a rank whose graph
             has a gradient would show it, and step, while the others would not.
@@ -92,6 +89,7 @@ class BegunGraph(NamedTuple):
     digest: str
     schedule: str
     buckets: Sequence[str]
+    ranks: Sequence[tuple[Topology, Sequence[ReductionStage]] | None]
     options: str
     unused: Sequence[str]
 
@@ -286,17 +284,16 @@ class Coordinator:
         self.order.start(announced.text, self.agree_on_order, no_details, announced.series)
         self.started += 1
 
-    def begin_graph(self, graph: BegunGraph, ranks: RanksOfBuckets, is_due: bool) -> None:
+    def begin_graph(self, graph: BegunGraph, is_due: bool) -> None:
         """Prepare for a compiled graph that is about to start its collectives.
 
         Args:
-            ranks: What the model's buckets communicate over, by name.
             is_due: Whether deferred reductions run.
         """
-        phase, digest, schedule, buckets, options, unused = graph
+        phase, digest, schedule, buckets, ranks, options, unused = graph
         self._begun[phase, digest] = schedule, buckets
         # Entries of the journal must not keep the model alive.
-        started = functools.partial(_launches, ranks, self.members.topology, schedule, buckets, is_due)
+        started = functools.partial(_launches, schedule, buckets, ranks, is_due)
         self.note(f"{phase} graph", started)
         profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
@@ -375,32 +372,25 @@ def _maxima(offers: Sequence[Sequence[int]]) -> list[int]:
     return [max(values) for values in zip(*offers, strict=True)]
 
 
-def _launches(
-    ranks: RanksOfBuckets, other: Topology, schedule: str, buckets: Sequence[str], is_due: bool
-) -> Sequence[tuple[str, str]]:
-    return _launches_of(_named(schedule, buckets), ranks, other, is_due)
-
-
 def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
     """Return the lines of a schedule, with buckets' names in place of their numbers."""
-    return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
+    return _NUMBER.sub(lambda number: buckets[int(number[1])], schedule).split("\n")
 
 
-def _launches_of(schedule: Sequence[str], ranks: RanksOfBuckets, other: Topology, due: bool) -> list[tuple[str, str]]:
+def _launches(
+    schedule: str, buckets: Sequence[str], ranks: Sequence[tuple[Topology, Sequence[ReductionStage]] | None], due: bool
+) -> list[tuple[str, str]]:
     """Return the collectives that a compiled graph starts, each with the name of its process group.
 
     Args:
-        schedule: Lines of the schedule, with buckets' names.
-        ranks: What buckets communicate over, by name.
-        other: Topology of all other buckets.
         due: Whether deferred reductions run.
     """
     found = []
-    for line in map(ScheduleLine.parse, schedule):
-        if line is None:
+    for numbered, named in zip(schedule.split("\n"), _named(schedule, buckets), strict=True):
+        line, number = ScheduleLine.parse(named), _NUMBER.search(numbered)
+        if line is None or number is None or (over := ranks[int(number[1])]) is None:
             continue
-        topology, stages = ranks.get(line.bucket) or (other, other.stages_in_order())
-        group = None
+        (topology, stages), group = over, None
         if line.what == "gather" and topology.gather_group is not None:
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
@@ -409,3 +399,7 @@ def _launches_of(schedule: Sequence[str], ranks: RanksOfBuckets, other: Topology
         if group is not None:
             found.append((line.label, group.name))
     return found
+
+
+_NUMBER = re.compile(r"#(\d+)")
+"""How schedules refer to a bucket."""

@@ -248,7 +248,7 @@ class GradSync:
             else:
                 flags = torch.tensor(mine, dtype=torch.uint8)
                 with watchdog.explaining(what):  # in a backward, nothing else catches an error of NCCL's
-                    result = group.all_reduce(compat.to_backend(flags, group.name), "max").tolist()
+                    result = group.all_reduce(compat.to_backend(flags, group.name), "max", in_order=False).tolist()
             for i in positions:
                 count = len(found[i])
                 found[i], result = result[:count], result[count:]

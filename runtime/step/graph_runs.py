@@ -90,11 +90,15 @@ class GraphRun:
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found
                 unused += _unused(backward)
-        for owner in self._owners:
-            if phase == "backward":
+        if phase == "backward":
+            for owner in self._owners:
                 owner.grad_sync.note_backward(self._backwards)
-            if schedule:
-                owner.begin_graph(BegunGraph(phase, digest, schedule, self._buckets, self._options, unused))
+        if schedule:
+            buckets = [backward.bucket() for backward in self._backwards]
+            ranks = [(bucket.topology, bucket.stages) if bucket is not None else None for bucket in buckets]
+            graph = BegunGraph(phase, digest, schedule, self._buckets, ranks, self._options, unused)
+            for owner in self._owners:
+                owner.begin_graph(graph)
 
     def deliver(self, gradient: Tensor, bucket: int) -> None:
         """Give the parameters of the bucket of this index their gradient."""

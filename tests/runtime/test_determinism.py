@@ -15,8 +15,15 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from mfsdp_compile import deterministic, fully_shard_model, fully_shard_optimizer, seed_step
+from mfsdp_compile import (
+    MixedPrecisionPolicy,
+    deterministic,
+    fully_shard_model,
+    fully_shard_optimizer,
+    seed_step,
+)
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.parallel import pipeline_parallel
@@ -112,32 +119,43 @@ def test_norms_are_added_in_the_order_of_ranks() -> None:
     value = torch.tensor(values[dist.get_rank()])
     group = dist.group.WORLD
     assert group is not None
+    found = Group.of(group).all_reduce(value, "sum", in_order=True)
+    assert found.item() == 1.0  # 1e8 + 1 is 1e8 in float32
+    assert Group.of(group).all_reduce(value, "max", in_order=True).item() == values[0]
+
+
+@on_ranks(4)
+def test_norms_of_a_pipeline_are_added_in_the_order_of_stages() -> None:
+    parts = [2.0, 1e-4, 2.0, 1e-4]
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
     with determinism():
-        found = Group.of(group).all_reduce(value, "sum")
-        assert found.item() == 1.0  # 1e8 + 1 is 1e8 in float32
-        assert Group.of(group).all_reduce(value, "max").item() == values[0]
-        layer = nn.Linear(1, 1, bias=False)
-        layer.weight.grad = torch.tensor([[(2.0, 1e-4, 2.0, 1e-4)[dist.get_rank()]]])
-        norm = pipeline_parallel.clip_grad_norm_([layer], 1e9, group)
-        right = torch.zeros(())
-        for part in (2.0, 1e-4, 2.0, 1e-4):
-            right = right + torch.tensor(part) ** 2.0
-        assert norm.item() == (right**0.5).item()
-    assert not Group.of(group).in_order
+        layer = fully_shard_model(
+            nn.Linear(1, 1, bias=False), device_mesh=alone, dp_shard_dim="dp", zero_dp_strategy="no_shard"
+        )
+    (param,) = layer.parameters()
+    param.grad = torch.full_like(param, parts[dist.get_rank()])
+    norm = pipeline_parallel.clip_grad_norm_([layer], 1e9, alone.get_group("pp"))
+    right = torch.zeros(())
+    for part in parts:
+        right = right + torch.tensor(part) ** 2.0
+    assert norm.item() == (right**0.5).item()
 
 
 def test_what_is_set_and_put_back() -> None:
     import torch._inductor.config as inductor
 
-    def settings() -> tuple[bool, bool, bool]:
+    def settings() -> tuple[bool, bool, bool, bool]:
         algorithms = torch.are_deterministic_algorithms_enabled()
-        return algorithms, torch.backends.cudnn.benchmark, inductor.deterministic
+        return algorithms, torch.backends.cudnn.benchmark, inductor.deterministic, fills()
+
+    def fills() -> bool:
+        return torch.utils.deterministic.fill_uninitialized_memory
 
     before = settings()
     torch.backends.cudnn.benchmark = True
     with determinism():
         deterministic()
-        assert settings() == (True, False, True)
+        assert settings() == (True, False, True, False)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before[1]
@@ -158,6 +176,7 @@ def test_a_resumed_step_draws_the_same() -> None:
 
 @on_ranks(2)
 def test_ranks_that_disagree_are_refused() -> None:
-    mine = determinism() if dist.get_rank() else contextlib.nullcontext()
-    with mine, parity.raises_everywhere(RuntimeError, "in the order of ranks"):
-        fully_shard_model(parity.build(Noisy), fsdp_unit_modules=[zoo.Block])
+    mine = determinism if dist.get_rank() else contextlib.nullcontext
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(grad_sum_dtype=torch.float32)):
+        with mine(), parity.raises_everywhere(RuntimeError, "in the order of ranks"):
+            fully_shard_model(parity.build(Noisy), fsdp_unit_modules=[zoo.Block], mixed_precision_policy=policy)

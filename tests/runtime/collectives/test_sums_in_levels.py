@@ -150,5 +150,3 @@ def test_refused() -> None:
             make("optim_grads_params", EAGER, "node")
     with pytest.raises(ValueError, match="takes a number of ranks"):
         MixedPrecisionPolicy(grad_sum_dtype=F32, grad_sum_within=0)
-    with pytest.raises(ValueError, match="add grad_sum_dtype"):
-        MixedPrecisionPolicy(grad_sum_within=2)

@@ -219,6 +219,20 @@ def test_the_dtype_that_is_sent_changes() -> None:
 
 
 @on_ranks(2)
+def test_two_models_in_one_graph() -> None:
+    """Under a profiler, which gets the names of collectives: buckets of both models have the same names."""
+    policy = MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_sum_dtype=F32)
+    both = [
+        fully_shard_model(nn.Linear(4, 4), zero_dp_strategy="no_shard", check_values=False, **given)
+        for given in ({"mixed_precision_policy": policy}, {})
+    ]
+    call = torch.compile(lambda x: sum(m(x).sum() for m in both), backend="mfsdp", options={"inner": "aot_eager"})
+    with torch.profiler.profile():
+        call(torch.ones(2, 4)).backward()
+    assert all(torch.equal(m.module.weight.grad.full_tensor(), torch.full((4, 4), 2.0)) for m in both)
+
+
+@on_ranks(2)
 def test_autograd_grad() -> None:
     model, _ = make("optim_grads_params", EAGER)
     data = batches(1)

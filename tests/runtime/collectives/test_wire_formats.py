@@ -244,6 +244,30 @@ def test_random_numbers_are_a_hash_of_bits_and_place() -> None:
         assert torch.corrcoef(torch.stack([mine.flatten(), other.flatten()]))[0, 1].abs() < 4 / mine.numel() ** 0.5
 
 
+def test_random_numbers_are_uniform() -> None:
+    """The chi-squared statistic of 256 classes and their mean, for 3e7 numbers. Bounds: four standard deviations."""
+    counts, total, count = torch.zeros(256), 0.0, 0
+    for seed in range(15):
+        blocks = torch.randn(1 << 14, 128, generator=torch.Generator().manual_seed(seed))
+        numbers = wire._random(blocks)
+        counts += torch.histc(numbers, 256, 0, 1)
+        total, count = total + numbers.double().sum().item(), count + numbers.numel()
+    expected = count / 256
+    assert ((counts - expected).square() / expected).sum() < 255 + 4 * (2 * 255) ** 0.5
+    assert abs(total / count - 0.5) < 4 * 12**-0.5 / count**0.5
+
+
+@pytest.mark.parametrize("name", [*wire.FORMATS])
+def test_slices_are_encoded_in_parts(name: str) -> None:
+    values = torch.randn(3 * 700).bfloat16()
+    for pieces in (1, 4):
+        sent = wire.encode(values, 3, name, pieces)
+        found = wire.sum_decoded(sent, 3, 700, name)
+        with mock.patch.object(wire, "_AT_A_TIME", 256):
+            assert torch.equal(wire.encode_each(values, 3, name, pieces), sent)
+            assert torch.equal(wire.sum_each(sent, 3, 700, name), found)
+
+
 def test_values_that_a_rounded_scale_cuts_off() -> None:
     """A scale in bfloat16 may be rounded down, and the largest value is then beyond the largest number."""
     for largest in torch.linspace(1, 2, 200):
@@ -341,6 +365,10 @@ def test_tiny_values_count_as_zeros() -> None:
         for largest in (0.0, 1e-45, 2.9e-43, 1e-38):
             values = torch.full((128,), largest)
             assert not wire.sum_decoded(wire.encode(values, 1, format), 1, 128, format).any()
+        negative = -torch.full((128,), 1e-38)
+        with mock.patch.object(wire, "_random", lambda blocks, first: torch.zeros_like(blocks)):
+            for name in (format, f"stochastic {format}"):
+                assert not wire.sum_decoded(wire.encode(negative, 1, name), 1, 128, name).any()
         small = torch.full((128,), 1e-30)
         assert torch.allclose(
             wire.sum_decoded(wire.encode(small, 1, format), 1, 128, format), small, rtol=2**-8, atol=0
@@ -386,17 +414,33 @@ def test_generated_code_has_the_same_bits(format: str) -> None:
     assert torch.equal(found, wire.sum_each(sent, 3, 70, format))
 
 
-def test_eight_bits_that_are_refused() -> None:
-    for dtype in (torch.float8_e5m2, torch.int8):
-        with pytest.raises(ValueError, match=r"add grad_sum_dtype=torch\.float32"):
-            MixedPrecisionPolicy(grad_comm_dtype=dtype)
+@on_ranks(2)
+def test_settings_without_sums_in_order_are_refused() -> None:
+    """When a model is sharded: a context changes what gradients are sent in for a model that has such sums."""
+    for given, words in (
+        ({"grad_comm_dtype": torch.int8}, "add grad_sum_dtype=torch.float32"),
+        ({"grad_comm_dtype": torch.float8_e5m2}, "add grad_sum_dtype=torch.float32"),
+        ({"grad_outer_comm_dtype": torch.bfloat16}, "add grad_sum_dtype"),
+        ({"grad_sum_within": 2}, "add grad_sum_dtype"),
+        ({"grad_sum_dtype": F32, "grad_comm_rounding": "stochastic"}, "is for gradients in 8 and 4 bits"),
+    ):
+        with parity.raises_everywhere(ValueError, words):
+            fully_shard_model(parity.build(zoo.Plain), mixed_precision_policy=MixedPrecisionPolicy(**given))
+    in_eight_bits = MixedPrecisionPolicy(grad_comm_dtype=torch.int8)
+    plain = fully_shard_model(parity.build(zoo.Plain))
+    with parity.raises_everywhere(ValueError, "add grad_sum_dtype"), plain.mixed_precision_context(in_eight_bits):
+        pass
+    model, call = make("optim_grads_params", EAGER)
+    with model.mixed_precision_context(in_eight_bits):
+        check(model, call, "optim_grads_params", "int8")
+
+
+def test_policies_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gradients can be sent in torch\.float8_e4m3fn"):
         MixedPrecisionPolicy(grad_comm_dtype=torch.float8_e8m0fnu, grad_sum_dtype=F32)
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecisionPolicy(grad_comm_dtype=torch.int16, grad_sum_dtype=F32)
     with pytest.raises(ValueError, match="grad_outer_comm_dtype takes"):
         MixedPrecisionPolicy(grad_sum_dtype=F32, grad_outer_comm_dtype=F32)
-    with pytest.raises(ValueError, match="add grad_sum_dtype"):
-        MixedPrecisionPolicy(grad_outer_comm_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="'nearest' or 'stochastic'"):
         MixedPrecisionPolicy(grad_sum_dtype=F32, grad_comm_rounding="up")  # type: ignore[arg-type]
