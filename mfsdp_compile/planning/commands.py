@@ -53,7 +53,7 @@ _DEGREES = {
 }
 """Options with the numbers of :class:`.Degrees`, in its order."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WIRES = {wire.name_of(dtype): dtype for dtype in wire.DTYPES}
+WIRES = {wire.name_of(dtype): dtype for dtype in wire.OUTER_DTYPES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grad-outer-comm",
-        choices={"bfloat16": torch.bfloat16, "float16": torch.float16} | WIRES,
+        choices=WIRES,
         help="dtype in which sums are sent to outer ranks, and in the second of two levels (grad_outer_comm_dtype); "
         "needs --grad-sum float32",
     )
@@ -227,7 +227,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         precision = MixedPrecisionPolicy(
             grad_comm_dtype=(DTYPES | WIRES).get(given.grad_comm),
             grad_sum_dtype=DTYPES.get(given.grad_sum),
-            grad_outer_comm_dtype=(DTYPES | WIRES).get(given.grad_outer_comm),
+            grad_outer_comm_dtype=WIRES.get(given.grad_outer_comm),
         )
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
             sent = quantize.dtype_of(scaling)
@@ -449,12 +449,9 @@ def _precision(job: Job) -> str:
     precision, work = job.precision, job.work
     scaling, gathered = precision.param_comm_scaling, precision.param_comm_dtype is not None
     found = f", gathered in {quantize.kind_of(scaling)} ({scaling})" if gathered else ""
-    if precision.grad_comm_dtype is not None:
-        found += f", gradients sent in {precision.grad_comm_dtype}"
-    if precision.grad_sum_dtype is not None:
-        found += f", gradients summed in {precision.grad_sum_dtype}"
-    if precision.grad_outer_comm_dtype is not None:
-        found += f", sums sent in {precision.grad_outer_comm_dtype}"
+    sums = ("gradients summed", precision.grad_sum_dtype), ("sums sent", precision.grad_outer_comm_dtype)
+    for what, dtype in (("gradients sent", precision.grad_comm_dtype), *sums):
+        found += f", {what} in {dtype}" if dtype is not None else ""
     if job.step_in_backward:
         found += ", stepped in backward"
     if work.fp8_matmul is not None:

@@ -72,6 +72,31 @@ def traced_llama(layers: int, **options: Any) -> Trace:
     return trace(llama(layers, **options), CPU, fused=True)
 
 
+def test_sums_in_two_levels_are_tried_over_several_nodes() -> None:
+    """They send less across nodes, and are faster there where messages are large."""
+    nodes = replace(CPU, ranks_per_node=2, inter_node=replace(CPU.intra_node, bandwidth=CPU.intra_node.bandwidth / 50))
+    precision = MixedPrecisionPolicy(
+        grad_comm_dtype=torch.bfloat16, grad_sum_dtype=torch.float32, grad_outer_comm_dtype=torch.int8
+    )
+    job = Job(llama(10), nodes, precision=precision)
+    rows = {str(row.candidate): row for row in plan(job, [4]).rows}
+    assert {"ZeRO-3", "ZeRO-3, sums within 2", "HSDP 2 x 2"} <= rows.keys()
+    assert not any("HSDP" in name and "within" in name for name in rows)  # inner ranks are on one node
+
+    def exchange(name: str) -> Any:
+        return problem_of(job, traced_llama(10), rows[name].candidate).context.buckets[1].exchange
+
+    assert exchange("ZeRO-3").collectives == ["all_to_all"]
+    levels = exchange("ZeRO-3, sums within 2")
+    assert (levels.collectives, levels.group_sizes) == (["all_to_all/2", "all_to_all:int8"], [2, 2])
+    flat, two = (rows[name].timeline for name in ("ZeRO-3", "ZeRO-3, sums within 2"))
+    assert flat is not None
+    assert two is not None
+    assert two.seconds < flat.seconds
+    with pytest.raises(ValueError, match="leave grad_sum_within out"):
+        Job(llama(10), nodes, precision=replace(precision, grad_sum_within=2))
+
+
 # -- plans compared with the compiler ---------------------------------------------------------------------------------
 
 
