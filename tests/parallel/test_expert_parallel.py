@@ -290,7 +290,7 @@ def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
     check_against(first_step, "2 x 2", mode, False, calculate_per_token_loss=True)
 
 
-@pytest.mark.long_unless("*-int8")
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["bfloat16", "int8"])
 @on_ranks(4)
 def test_gradients_that_are_summed_in_order(format: str) -> None:
