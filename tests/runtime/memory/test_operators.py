@@ -101,6 +101,8 @@ FSDP2_CHANGES_SHAPES = {"squeeze_"}
 
 FSDP2_GIVES_DTENSORS = {"linalg.matrix_rank", "linalg.matrix_rank hermitian"}
 """Operators whose result is a DTensor with FSDP2 of torch 2.15, and an ordinary tensor of the same values here."""
+if torch.__version__.startswith("2.11."):
+    FSDP2_GIVES_DTENSORS.add("tensordot")  # of an ordinary tensor, over all dimensions
 
 
 @functools.cache
