@@ -79,6 +79,7 @@ def runs(request: pytest.FixtureRequest, pools: Pools) -> Runs:
     return Runs(pools, [item.callspec.params["name"] for item in mine])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _params(EVERY_ROW))
 def test_rows(name: str, runs: Runs) -> None:
     """No violation, the same numbers to the bit, and a host that does not wait in later steps."""
