@@ -59,11 +59,10 @@ def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pi
     return compat.inductor_collective(operator, gradient, ranks, group, format, pieces)
 
 
-def _wait_summed(slices: Any, ranks: int, format: str = "", numel: int = 0) -> Any:
+def _wait_summed(slices: Any, ranks: int, format: str, numel: int) -> Any:
     if format and not _has_kernels(format, slices.get_device()):
         return compat.inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
     received, total = compat.inductor_wait(slices), None
-    numel = numel or received.get_numel() // ranks
     for first in range(0, ranks, wire.SLICES_AT_ONCE):
         some, count = compat.inductor_part(received, ranks, first, first + wire.SLICES_AT_ONCE)
         total = compat.inductor_inlined(wire.sum_decoded, some, count, numel, format, total)

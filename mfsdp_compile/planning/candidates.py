@@ -123,8 +123,8 @@ def candidates(world: int, hardware: Hardware, degrees: Degrees = UNDIVIDED) -> 
 def in_levels(candidate: Candidate, hardware: Hardware) -> Iterator[Candidate]:
     """Yield a candidate, and the same with sums first over the inner ranks of a node, if these are on several nodes."""
     yield candidate
-    near = max(1, hardware.ranks_per_node // candidate.degrees.tensor)
-    if 1 < near < candidate.inner and candidate.inner % near == 0 and candidate.topology().over_inner.shards:
+    near = hardware.ranks_per_node // candidate.degrees.tensor
+    if candidate.topology().has_levels_of(near):
         yield replace(candidate, sums_within=near)
 
 

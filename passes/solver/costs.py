@@ -26,12 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mfsdp_compile.runtime.formats import quantize, wire
-from mfsdp_compile.runtime.geometry.exchange import (
-    exchanges_slices,
-    format_of,
-    kind_of,
-    stride_of,
-)
+from mfsdp_compile.runtime.geometry.exchange import exchanges_slices, format_of, kind_of, stride_of
 
 from ..context import BucketInfo
 from .hardware import Hardware

@@ -132,7 +132,7 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
             for wait in launch.waits:
                 summed = tuple(wait.args[1:]) if wait.target is roles.WAIT_SUMMED else ()
                 right = exchange.sum_arguments(i) if exchanges_slices(exchange.collectives[i]) else ()
-                if summed != right[: len(summed)] or any(right[len(summed) :]) or bool(summed) != bool(right):
+                if summed != right:
                     yield f"stage {i + 1} is awaited by {wait}, which sums {_slices(*summed)}", wait, bucket
             role = role_of(given["token"]) if "token" in given else None
             if role is not None and role.bucket != bucket:

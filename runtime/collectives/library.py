@@ -56,9 +56,8 @@
     ``format``, as bytes of :mod:`~mfsdp_compile.runtime.formats.wire`. A slice consists of ``pieces``, at equal
     distances. It must be awaited by ``wait_summed``.
 ``wait_summed(slices, group_size, format, numel)``
-    Waits for the slices and sums them in float32, in the order of ranks. One operator for both, as
-    ``wait_quantized``. Inductor gets a lowering that adds them in one kernel with what follows, if they have no
-    ``format``. If they have one, ``numel`` are the elements of a slice.
+    Waits for the slices, of ``numel`` elements each, and sums them in float32, in the order of ranks. One operator for
+    both, as ``wait_quantized``. Inductor gets a lowering that decodes and adds them in one kernel with what follows.
 ``deliver(gradient, at_rest, bucket)``
     Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
     instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
@@ -120,7 +119,7 @@ library.define(
     "bool inspected) -> Tensor"
 )
 library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='', int pieces=1) -> Tensor")
-library.define("wait_summed(Tensor slices, int group_size, str format='', int numel=0) -> Tensor")
+library.define("wait_summed(Tensor slices, int group_size, str format, int numel) -> Tensor")
 library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

@@ -10,16 +10,7 @@ from torch import Tensor
 
 from .. import compat
 from ..formats import wire
-from ..geometry.exchange import (
-    Buffers,
-    Exchange,
-    When,
-    exchange_of,
-    exchanges_slices,
-    format_of,
-    pieces_of,
-    sum_dtype,
-)
+from ..geometry.exchange import Buffers, Exchange, When, exchange_of, exchanges_slices, format_of, pieces_of
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
@@ -115,15 +106,13 @@ def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format:
 
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
-def _wait_summed(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
-    return wire.sum_each(compat.wait_tensor(slices), group_size, numel or slices.numel() // group_size, format)
+def _wait_summed(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+    return wire.sum_each(compat.wait_tensor(slices), group_size, numel, format)
 
 
 @torch.library.register_fake("mfsdp::wait_summed", lib=library)
-def _wait_summed_fake(slices: Tensor, group_size: int, format: str = "", numel: int = 0) -> Tensor:
-    if format:
-        return slices.new_empty(numel, dtype=torch.float32)
-    return slices.new_empty(slices.numel() // group_size, dtype=sum_dtype(slices.dtype))
+def _wait_summed_fake(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+    return slices.new_empty(numel, dtype=torch.float32 if format else wire.sum_dtype(slices.dtype))
 
 
 @torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")

@@ -27,6 +27,7 @@ After the blockwise quantization of DeepSeek-V3 and of ZeRO++'s qgZ, which sends
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,10 +70,14 @@ class Format:
         """Return the values of whole blocks."""
         return math.ceil(numel / self.block) * self.block if self.block else numel
 
+    def sizes(self, numel: int) -> tuple[int, int]:
+        """Return the bytes of a slice's values, and of its scales."""
+        padded = self.padded(numel)
+        return padded * self.bits // 8, padded // self.block * self.scale_bytes
+
     def sent_numel(self, numel: int) -> int:
         """Return the elements, of ``sent_dtype``, in which a slice of ``numel`` values is sent."""
-        padded = self.padded(numel)
-        return padded * self.bits // 8 + padded // self.block * self.scale_bytes if self.block else numel
+        return sum(self.sizes(numel)) if self.block else numel
 
 
 _FORMATS = (
@@ -127,18 +132,24 @@ def encode_each(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tenso
     sent = values.new_empty(ranks, format.sent_numel(numel), dtype=format.sent_dtype)
     for rank, message in enumerate(sent):
         mine = values.view(pieces, ranks, -1)[:, rank].reshape(-1) if pieces > 1 else values[rank * numel :][:numel]
-        data, scale_bytes = message.tensor_split([format.padded(numel) * format.bits // 8])
-        for first in range(0, numel, _AT_A_TIME):
-            part = mine[first : first + _AT_A_TIME]
-            part = F.pad(part, (0, format.padded(min(_AT_A_TIME, numel - first)) - part.numel()))
-            codes, scales = _encoded(part[None], format, first)
-            data.narrow(0, first * format.bits // 8, codes.numel()).copy_(codes[0])
-            scale_bytes.narrow(0, first // format.block * format.scale_bytes, scales.numel()).copy_(scales[0])
+        sent_codes, sent_scales = message.split(format.sizes(numel))
+        for first, end in _parts(numel):
+            part = mine[first:end]
+            codes, scales = _encoded(F.pad(part, (0, format.padded(end - first) - part.numel()))[None], format, first)
+            at_codes, at_scales = format.sizes(first)
+            sent_codes[at_codes:][: codes.numel()].copy_(codes[0])
+            sent_scales[at_scales:][: scales.numel()].copy_(scales[0])
     return sent.view(-1)
 
 
 _AT_A_TIME = 1 << 20
 """Values, a multiple of every block."""
+
+
+def _parts(numel: int) -> Iterator[tuple[int, int]]:
+    """Yield where parts of a slice begin and end."""
+    for first in range(0, numel, _AT_A_TIME):
+        yield first, min(first + _AT_A_TIME, numel)
 
 
 def encode(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
@@ -243,24 +254,27 @@ SLICES_AT_ONCE = 64
 """Slices that one generated kernel reads and adds."""
 
 
+def sum_dtype(sent: torch.dtype) -> torch.dtype:
+    """Return the dtype in which ranks add slices that are sent in ``sent``: float32, and for float64 that."""
+    return torch.promote_types(sent, torch.float32)
+
+
 def sum_each(sent: Tensor, ranks: int, numel: int, name: str) -> Tensor:
     """Do the same as :func:`sum_decoded` with a part of a slice at a time."""
     messages, format = sent.view(ranks, -1), FORMATS[name] if name else None
     if format is None or not format.block:
-        total = _decoded(messages[:1], numel, name)[0]
-        for received in messages[1:]:
-            total.add_(received[:numel])
+        total, *others = messages[:, :numel]
+        total = total.to(sum_dtype(total.dtype), copy=True)
+        for other in others:
+            total.add_(other)
         return total
-    total = torch.zeros(numel, device=sent.device)
-    data = format.padded(numel) * format.bits // 8
-    for first in range(0, numel, _AT_A_TIME):
-        part, size = total[first : first + _AT_A_TIME], format.padded(min(_AT_A_TIME, numel - first))
-        codes = messages.narrow(1, first * format.bits // 8, size * format.bits // 8)
-        scales = messages.narrow(
-            1, data + first // format.block * format.scale_bytes, size // format.block * format.scale_bytes
-        )
+    total = torch.empty(numel, device=sent.device)
+    every_code, every_scale = messages.split(format.sizes(numel), 1)
+    for first, end in _parts(numel):
+        (code, scale), (last_code, last_scale) = format.sizes(first), format.sizes(end)
+        part, codes, scales = total[first:end], every_code[:, code:last_code], every_scale[:, scale:last_scale]
         for rank in range(ranks):
-            decoded = _decoded(torch.cat([codes[rank], scales[rank]])[None], part.numel(), name)[0]
+            decoded = _decoded(codes[rank : rank + 1], scales[rank : rank + 1], format)[0, : end - first]
             part.copy_(decoded) if rank == 0 else part.add_(decoded)
     return total
 
@@ -274,22 +288,22 @@ def sum_decoded(sent: Tensor, ranks: int, numel: int, name: str, onto: Tensor | 
         name: Format. "": slices are sent as they are.
         onto: Sum of earlier ranks.
     """
-    total = onto
-    for decoded in _decoded(sent.view(ranks, -1), numel, name):
-        total = decoded if total is None else total + decoded
+    messages, format, total = sent.view(ranks, -1), FORMATS[name] if name else None, onto
+    if format is None or not format.block:
+        slices = messages.to(sum_dtype(messages.dtype))
+    else:
+        codes, scale_bytes = messages.split(format.sizes(numel), 1)
+        slices = _decoded(codes, scale_bytes, format)
+    for each in slices[:, :numel]:
+        total = each if total is None else total + each
     assert total is not None
     return total
 
 
-def _decoded(messages: Tensor, numel: int, name: str) -> Tensor:
-    """Return the values of messages, ``[ranks, numel]``."""
-    format = FORMATS[name] if name else None
-    if format is None or not format.block:
-        return messages[:, :numel].to(torch.promote_types(messages.dtype, torch.float32), copy=True)
-    ranks, padded = len(messages), format.padded(numel)
-    codes, scale_bytes = messages.tensor_split([padded * format.bits // 8], 1)
+def _decoded(codes: Tensor, scale_bytes: Tensor, format: Format) -> Tensor:
+    """Return the values of whole blocks, ``[ranks, numel]`` in float32: the inverse of :func:`_encoded`."""
     parts = scale_bytes.unflatten(1, (-1, format.scale_bytes)).to(torch.int32).unbind(-1)
     bits = sum(part << shift for part, shift in zip(parts, _shifts(format), strict=True))
     assert isinstance(bits, Tensor)
-    values = _values(codes, format).view(ranks, -1, format.block) * bits.view(torch.float32).unsqueeze(-1)
-    return values.view(ranks, -1)[:, :numel]
+    values = _values(codes, format).unflatten(1, (-1, format.block)) * bits.view(torch.float32).unsqueeze(-1)
+    return values.flatten(1)

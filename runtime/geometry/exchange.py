@@ -79,11 +79,6 @@ def kind_of(collective: str) -> str:
     return collective.partition(":")[0].partition("/")[0]
 
 
-def sum_dtype(sent: torch.dtype) -> torch.dtype:
-    """Return the dtype in which ranks add slices that are sent in ``sent``: float32, and for float64 that."""
-    return torch.promote_types(sent, torch.float32)
-
-
 def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the shapes that were concatenated to ``sizes``."""
     lengths = iter(sizes)
@@ -246,7 +241,7 @@ class Exchange(_Fields):
         dtype = self.comm_dtype
         for collective in self.collectives[:stage]:
             if exchanges_slices(collective):
-                dtype = torch.float32 if format_of(collective) else sum_dtype(dtype)
+                dtype = torch.float32 if format_of(collective) else wire.sum_dtype(dtype)
         return dtype
 
     def stage_numel(self, stage: int) -> int:
@@ -271,7 +266,7 @@ class Exchange(_Fields):
     def sum_arguments(self, stage: int) -> tuple[int, str, int]:
         """The arguments of ``wait_summed`` after its tensor."""
         ranks, format = self.group_sizes[stage], format_of(self.collectives[stage])
-        return ranks, format, math.ceil(self.stage_numel(stage) / ranks) if format else 0
+        return ranks, format, math.ceil(self.stage_numel(stage) / ranks)
 
     def cast_and_scale(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast and scale a reduced gradient."""

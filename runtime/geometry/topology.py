@@ -322,6 +322,10 @@ class Topology:
         deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
         return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
 
+    def has_levels_of(self, size: int) -> bool:
+        """Whether groups of ``size`` neighbors part the ranks that gradients are scattered over."""
+        return self.over_inner.shards and 1 < size < self.inner.size and self.inner.size % size == 0
+
     def make_levels(self, size: int) -> None:
         """Create the process groups in which ``size`` neighbors, and their peers, sum gradients; ``size`` divides the
         ranks.

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..formats import forms
+from ..formats import forms, wire
 from ..formats.extension import is_extended
 from ..geometry.bucket_plan import BucketPlan, ParamLocation
-from ..geometry.exchange import When, sum_dtype
+from ..geometry.exchange import When
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..owner import Owned, refuse_dropped
@@ -287,7 +287,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         exchange, dtype = self.exchange, self.plan.grad_dtype
         if not exchange.sums_exactly or When.IF_DUE.value not in exchange.when[1:]:
             return dtype
-        return torch.promote_types(dtype, sum_dtype(exchange.comm_dtype))
+        return torch.promote_types(dtype, wire.sum_dtype(exchange.comm_dtype))
 
     @functools.cached_property
     def _is_gathered_by_gloo(self) -> bool:

@@ -361,7 +361,7 @@ def stash(buckets: Iterable[Bucket]) -> list[Stashed]:
 
 @torch.no_grad()
 def unstash(stashed: Iterable[Stashed]) -> None:
-    """Add gradients that were put stashed to the current ones. A parameter with neither gradient still has None."""
+    """Add stashed gradients to the current ones. A parameter with neither gradient still has None."""
     for each in stashed:
         bucket, total = each.bucket, collect(each.bucket)
         without = each.without & _without_gradient(bucket)

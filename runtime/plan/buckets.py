@@ -62,7 +62,7 @@ class BucketPlanner:
             spec = ParamSpec(locations[0].name, shape, whole=whole)
             if param.is_complex():
                 spec = replace(spec, shape=(*shape, 2), is_complex=True, row_dims=min(len(shape), 1))
-            is_expert = self.experts is not None and self.experts.of_sites(
+            is_expert = self.experts is not None and self.experts.of_locations(
                 [location.name for location in locations], param
             )
             scaling, form = self._scaling(unit, param, locations, is_expert), quantize.DEQUANTIZED

@@ -181,7 +181,7 @@ class ExpertPlacement:
         shape = (param.shape[0] * self.parallel.size(), *param.shape[1:])
         return Partition(self.parallel, (Shard(0),), shape, bare=True)
 
-    def of_sites(self, names: Sequence[str], param: nn.Parameter) -> bool:
+    def of_locations(self, names: Sequence[str], param: nn.Parameter) -> bool:
         """Whether a parameter, under all its names, is an expert.
 
         Raises:

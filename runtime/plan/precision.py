@@ -51,7 +51,7 @@ class MixedPrecisionPolicy:
             ones (by torchrun's ``LOCAL_WORLD_SIZE``); bits of sums then depend on the ranks per node. Not for experts.
             None: one level.
         grad_outer_comm_dtype: Dtype in which sums are sent to be summed again: over HSDP's and HFSDP's outer ranks, and
-            in the second of two levels. bfloat16, float16, or one of the formats of 8 and 4 bits. None: they are not
+            in the second of two levels. bfloat16, or one of the formats of 8 and 4 bits. None: they are not
             rounded.
         grad_comm_rounding: How the formats of 8 and 4 bits round: ``"nearest"``, or ``"stochastic"``, where errors
             cancel on average. Random numbers are made from the values, so equal gradients are rounded alike.
@@ -194,15 +194,15 @@ class MixedPrecisionPolicy:
                     "grad_sum_within='node' needs the number of ranks per node, LOCAL_WORLD_SIZE, which torchrun sets. "
                     "Set it, or give the number."
                 )
-            neighbors = max(1, int(local) // ranks.stride)
-            return neighbors if neighbors < ranks.size and ranks.size % neighbors == 0 and neighbors > 1 else 0
+            neighbors = int(local) // ranks.stride
+            return neighbors if topology.has_levels_of(neighbors) else 0
         if not topology.over_inner.shards or ranks.size % within:
             raise ValueError(
                 f"grad_sum_within={within} must divide the ranks that gradients are scattered over, but with "
                 f"{topology} {'no gradient is' if not topology.over_inner.shards else f'these are {ranks.size}'}. "
                 "Give a divisor, or leave it out."
             )
-        return within if 1 < within < ranks.size else 0
+        return within if topology.has_levels_of(within) else 0
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
         """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.

@@ -294,7 +294,7 @@ def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
 @pytest.mark.parametrize("format", ["bfloat16", "int8"])
 @on_ranks(4)
 def test_gradients_that_are_summed_in_order(format: str) -> None:
-    """Of experts over the ranks that share them, of everything else in two levels; eager and compiled to the bit."""
+    """Eager and compiled code agree to the bit. Experts have one level of sums, everything else has two."""
     policy = MixedPrecisionPolicy(
         grad_comm_dtype=getattr(torch, format), grad_sum_dtype=torch.float32, grad_sum_within=2
     )

@@ -149,7 +149,7 @@ ROUNDED = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("float8_e4m3fn
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_sums_that_are_rounded(strategy: str, mode: str, format: str, outer_format: str) -> None:
-    """Of two levels, or of inner ranks."""
+    """The sums are those of neighbors, or of HSDP's and HFSDP's inner ranks."""
     within = 0 if strategy.startswith("H") else 2
     policy = MixedPrecisionPolicy(
         grad_comm_dtype=getattr(torch, format),
