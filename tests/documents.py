@@ -49,6 +49,8 @@ import torch
 import torch.distributed as dist
 from markdown_it import MarkdownIt
 
+from mfsdp_compile import deterministic
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -273,7 +275,7 @@ def run_python(page: str, parts: Sequence[tuple[str, str]], folder: str) -> str:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with warnings.catch_warnings(), _small_steps():
+        with warnings.catch_warnings(), _small_steps(), mock.patch.dict(os.environ):
             warnings.simplefilter("ignore")
             names: dict[str, Any] = {"__name__": "__main__"}
             for source, wanted in parts:
@@ -284,6 +286,7 @@ def run_python(page: str, parts: Sequence[tuple[str, str]], folder: str) -> str:
                     wrong = f"{page} says that this is printed:\n{wanted}\nand it is\n{out.getvalue()}"
     finally:
         os.chdir(before)
+        deterministic(False)
     return wrong
 
 

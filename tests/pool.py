@@ -168,6 +168,20 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def _changed_settings() -> str:
+    """Return which of torch's settings are not its defaults. The next test on these ranks would run with them."""
+    import torch
+
+    found = {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        f"default dtype {torch.get_default_dtype()}": torch.get_default_dtype() is not torch.float32,
+        f"default device {torch.get_default_device()}": torch.get_default_device().type != "cpu",
+        "no gradients": not torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+    }
+    return ", ".join(name for name, is_changed in found.items() if is_changed)
+
+
 def shared_folder() -> Path:
     """Create a temporary folder, on rank 0, for all ranks."""
     import tempfile
@@ -256,6 +270,8 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
             for part in qualname.split("."):
                 target = getattr(target, part)
             outcome = (True, getattr(target, "__wrapped__", target)(**params))
+            if settings := _changed_settings():
+                outcome = (False, f"the test leaves settings of torch to the next one: {settings}")
         except BaseException:
             outcome = (False, traceback.format_exc())
         finally:

@@ -124,7 +124,7 @@ def test_collectives(mode: str) -> None:
             assert outside == 2 + 4  # the root's parameters have buckets of their own, too
         # The backward gathers again, except for the last unit, and what it does not read.
         assert expected[kind] + outside <= counted[GATHER] <= 2 * (expected[kind] + outside)
-        assert counted[REDUCE] == expected[kind] + outside
+        assert counted[REDUCE] == expected[kind] + outside, counted
 
 
 WIDTH = 192
