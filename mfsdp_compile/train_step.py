@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of, is_for_flat
 from mfsdp_compile.runtime.optim.in_backward import StepInBackward
+from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
 
 LossFunction = Callable[..., Any]
 """Called as ``loss_fn(model, *batch)``. Returns the loss, or a tuple that begins with it."""
@@ -26,6 +28,7 @@ def compile_step(
     max_norm: float | None = None,
     accumulation: int = 1,
     scaler: torch.amp.GradScaler | None = None,
+    compile_optimizer: bool | None = None,
     backend: str | None = "mfsdp",
     options: Mapping[str, Any] | None = None,
     **compile_arguments: Any,
@@ -52,6 +55,10 @@ def compile_step(
             Losses are divided by it.
         scaler: Scales losses, for training in float16; it unscales gradients before they are clipped, decides whether
             the step is taken, and is updated.
+        compile_optimizer: Whether the optimizer's step is compiled, as kernels that read and write each element once
+            (:mod:`mfsdp_compile.runtime.optim.update_kernel`). Steps then differ from ``optimizer.step()`` by
+            rounding. None: where the model is compiled with Inductor, unless the optimizer was made with
+            ``fused=True``.
         backend: Backend of ``torch.compile`` for ``loss_fn`` with the model; None: run it eagerly.
         options: Options of the backend.
         compile_arguments: Further arguments of ``torch.compile``.
@@ -70,7 +77,16 @@ def compile_step(
         raise TypeError(f"compile_step takes scaler as a torch.amp.GradScaler, got a {type(scaler).__name__}")
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)  # which does nothing
     return TrainStep(
-        model, optimizer, loss_fn, max_norm, accumulation, scaler, backend, dict(options or {}), compile_arguments
+        model,
+        optimizer,
+        loss_fn,
+        max_norm,
+        accumulation,
+        scaler,
+        compile_optimizer,
+        backend,
+        dict(options or {}),
+        compile_arguments,
     )
 
 
@@ -90,6 +106,7 @@ class TrainStep:
         max_norm: float | None,
         accumulation: int,
         scaler: torch.amp.GradScaler,
+        compile_optimizer: bool | None,
         backend: str | None,
         options: dict[str, Any],
         compile_arguments: dict[str, Any],
@@ -107,8 +124,21 @@ class TrainStep:
                 "compile_step clips parameter.grad, and this model's gradients are parameter.decoupled_grad "
                 "(use_decoupled_grad=True). Leave max_norm out, and write steps out that clip."
             )
-        flat = flat_step_of(optimizer)
+        flat = self._flat = flat_step_of(optimizer)
         self._in_backward = StepInBackward(optimizer, flat, self._models) if flat is not None else None
+        if compile_optimizer is None:
+            with_inductor = backend == "mfsdp" and options.get("inner", "inductor") == "inductor"
+            is_fused = any(group.get("fused") for group in optimizer.param_groups)
+            compile_optimizer = with_inductor and flat is not None and not is_fused
+        elif compile_optimizer and flat is None:
+            raise ValueError(
+                "compile_step compiles the step of an optimizer over flat shards, and the "
+                f"{type(optimizer).__name__} steps over parameters. Leave compile_optimizer out."
+            )
+        self._kernels: UpdateKernels | None = None
+        if compile_optimizer:
+            step = compat.step_without_hooks(type(optimizer))
+            self._kernels = UpdateKernels(optimizer, step, options.get("inductor", {}))
         self._accumulated = 0
         self._loss_fn: LossFunction = loss_fn or (lambda model, *batch, **more: model(*batch, **more))
         if backend is not None:
@@ -169,7 +199,10 @@ class TrainStep:
             return _detached(found)
 
     def explain(self) -> str:
-        """Describe where buckets are stepped: in backward or after it, and why."""
+        """Describe where buckets are stepped, in backward or after it, and which steps are compiled; and why not."""
+        return "\n".join([self._explain_order(), *self._explain_kernels()])
+
+    def _explain_order(self) -> str:
         if self._max_norm is not None:
             return f"all buckets are stepped after the backward: max_norm={self._max_norm} needs all gradients first"
         if self._scaler.is_enabled():
@@ -182,11 +215,23 @@ class TrainStep:
         total = sum(bucket.plan.requires_grad for model in self._models for bucket in model.buckets)
         return "\n".join([f"{total - len(later)} of {total} buckets are stepped in backward", *lines])
 
+    def _explain_kernels(self) -> list[str]:
+        if self._kernels is None or self._flat is None:
+            return []
+        if self._in_backward is None or self._in_backward.is_first:
+            return ["the optimizer's step is compiled after the first one, which creates its state"]
+        scaled, lines = self._max_norm is not None, []
+        for bucket, runs in self._flat.runs_by_bucket().items():
+            found = self._flat.kernels_of(runs, self._kernels, scaled)
+            lines += [f"{bucket.plan.name}: not compiled; {why}" for why in set(found) if isinstance(why, str)]
+        count = self._kernels.count
+        return [f"the optimizer's step is compiled, as {count} kernel{'s' * (count != 1)}", *lines]
+
     def _stepping(self) -> contextlib.AbstractContextManager[StepInBackward | None]:
         """Return the context of the last backward and of the step. It gives what steps in backward; None: nothing."""
         if self._in_backward is None or not self._steps_in_backward or self._in_backward.is_first:
             return contextlib.nullcontext()
-        return self._in_backward.stepping()
+        return self._in_backward.stepping(self._kernels)
 
     def _backward(self, found: Any, ahead: StepInBackward | None) -> None:
         loss = found[0] if isinstance(found, (tuple, list)) else found
@@ -202,11 +247,18 @@ class TrainStep:
         loss.backward()
 
     def _step(self) -> None:
+        scale = None
         if self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
-        self._scaler.step(self._optimizer)
+            if self._kernels is not None:
+                norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+                self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # kernels take no DTensor
+                scale = (self._max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
+            else:
+                self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+        with self._flat.compiled(self._kernels, scale) if self._flat is not None else contextlib.nullcontext():
+            self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
 

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
 from .trial import is_elementwise
+from .update_kernel import UpdateKernel, UpdateKernels
 
 _FLAT_STEP = "mfsdp_flat_step"
 """Attribute of an optimizer with its :class:`FlatStep`."""
@@ -60,7 +62,26 @@ class Run:
     sources: dict[str, Any] = field(default_factory=dict)
     """State that ``shown`` was made from."""
     group: dict[str, Any] = field(default_factory=dict)
-    """Their parameter group, for steps over single buckets."""
+    """Their parameter group."""
+
+    def __post_init__(self) -> None:
+        self.memory = self.flat.detach()
+        self._found: tuple[tuple[Any, ...], UpdateKernel | str] = ((), "")
+
+    def kernel_of(self, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
+        """Return the compiled step of the run, or why it has none."""
+        if self.bucket.plan.decoupled:
+            return "its gradients are decoupled_grad"
+        key = kernels, scaled, kernels.constants_of(self.group), *map(id, self.state.values())
+        if self._found[0] != key:
+            self._found = key, kernels.find(self.memory, self.group, self.state, scaled)
+        return self._found[1]
+
+    def part_of(self, gradient: Tensor) -> Tensor:
+        """Return the run's part of its bucket's gradient, ``[shard_numel]``."""
+        if not self.is_here:
+            return gradient.new_zeros(1)
+        return self.bucket.elements(gradient)[self.start : self.start + self.flat.numel()]
 
     def cut(self, value: Tensor) -> list[RowShardedTensor]:
         """Return the rows of each parameter in a tensor of the run's shape."""
@@ -102,6 +123,8 @@ class FlatStep:
         self._runs: dict[tuple[int, ...], list[Run]] = {}
         self.stepped: set[Bucket] = set()
         """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
+        self._kernels: UpdateKernels | None = None
+        self._scale: Tensor | None = None
         vars(optimizer)[_FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
@@ -121,12 +144,37 @@ class FlatStep:
             result = step()
         return result if closure is None else loss
 
+    @contextlib.contextmanager
+    def compiled(self, kernels: UpdateKernels | None, scale: Tensor | None = None) -> Iterator[None]:
+        """Context in which steps run ``kernels``, if there are any, where they can.
+
+        Args:
+            scale: What gradients are multiplied by, a 0-dimensional tensor on their device. None: nothing.
+        """
+        self._kernels, self._scale = kernels, scale
+        try:
+            yield
+        finally:
+            self._kernels = self._scale = None
+
+    def kernels_of(self, runs: Iterable[Run], kernels: UpdateKernels, scaled: bool = False) -> list[UpdateKernel | str]:
+        """Return the compiled step of each run, or why it has none."""
+        return [
+            run.kernel_of(kernels, scaled) if self._collect_state(run) else "its parameters have different state"
+            for run in runs
+        ]
+
+    def kernels_of_all(self, runs: Sequence[Run], kernels: UpdateKernels | None) -> Sequence[UpdateKernel]:
+        """Return the compiled steps of a bucket's runs; empty if one of them has none."""
+        found = [] if kernels is None else self.kernels_of(runs, kernels)
+        compiled = [kernel for kernel in found if isinstance(kernel, UpdateKernel)]
+        return compiled if len(compiled) == len(runs) else ()
+
     def runs_by_bucket(self) -> dict[Bucket, list[Run]]:
         """Return the runs of each bucket, in the order of parameter groups."""
         found: dict[Bucket, list[Run]] = {}
         for group in self._optimizer.param_groups:
-            for run in self._runs_of([param for param in group["params"] if isinstance(param, RowShardedTensor)]):
-                run.group = group
+            for run in self._runs_of(group):
                 found.setdefault(run.bucket, []).append(run)
         return found
 
@@ -136,6 +184,7 @@ class FlatStep:
         runs: Sequence[Run],
         gradient: Tensor,
         step: Callable[[torch.optim.Optimizer], Any],
+        kernels: Sequence[UpdateKernel] = (),
     ) -> bool:
         """Step over one bucket, ahead of the optimizer's step.
 
@@ -143,10 +192,16 @@ class FlatStep:
             runs: The runs of the bucket, from :meth:`runs_by_bucket`.
             gradient: The bucket's gradient, ``[shard_numel]`` in the dtype of the shard.
             step: The optimizer's own step, without hooks.
+            kernels: The compiled step of each run, instead of ``step``.
 
         Returns:
             Whether it was stepped. Not if parameters of a run have different state.
         """
+        if kernels:
+            self.stepped.add(runs[0].bucket)
+            for run, kernel in zip(runs, kernels, strict=True):
+                _step_compiled(kernel, run, gradient)
+            return True
         optimizer = self._optimizer
         if not all(self._collect_state(run) for run in runs):
             return False
@@ -179,10 +234,9 @@ class FlatStep:
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
-                sharded = [param for param in group["params"] if isinstance(param, RowShardedTensor)]
                 tensors: list[Tensor] = [param for param in group["params"] if not isinstance(param, RowShardedTensor)]
-                for run in self._runs_of(sharded):
-                    if run.bucket in self.stepped:
+                for run in self._runs_of(group):
+                    if run.bucket in self.stepped or self._step_compiled(run):
                         continue
                     if self._take(run):
                         taken.append(run)
@@ -192,6 +246,8 @@ class FlatStep:
                     else:
                         self._give_up(run)
                         tensors.extend(run.params)
+                if self._scale is not None:
+                    _scale_gradients(tensors, self._scale)
                 group["params"] = tensors
             yield
         finally:
@@ -200,11 +256,25 @@ class FlatStep:
             for run in taken:
                 self._give_back(run)
 
-    def _runs_of(self, params: list[Any]) -> list[Run]:
+    def _runs_of(self, group: dict[str, Any]) -> list[Run]:
+        params = [param for param in group["params"] if isinstance(param, RowShardedTensor)]
         key = tuple(id(param) for param in params)
         if key not in self._runs:
             self._runs[key] = _find_runs(params)
+        for run in self._runs[key]:
+            run.group = group
         return self._runs[key]
+
+    @torch.no_grad()
+    def _step_compiled(self, run: Run) -> bool:
+        """Step over a run after the backward, if that is compiled."""
+        gradient = gradients.flat_gradient(run.bucket) if self._kernels is not None else None
+        if self._kernels is None or gradient is None:
+            return False
+        (kernel,) = self.kernels_of([run], self._kernels, self._scale is not None)
+        if isinstance(kernel, UpdateKernel):
+            _step_compiled(kernel, run, gradient, self._scale)
+        return isinstance(kernel, UpdateKernel)
 
     @torch.no_grad()
     def _take(self, run: Run) -> bool:
@@ -216,9 +286,7 @@ class FlatStep:
         return True
 
     def _give_gradient(self, run: Run, gradient: Tensor) -> None:
-        gradient = run.bucket.elements(gradient)
-        mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
-        setattr(run.flat, run.bucket.plan.grad_attribute, mine)
+        setattr(run.flat, run.bucket.plan.grad_attribute, run.part_of(gradient))
 
     def _collect_state(self, run: Run) -> bool:
         state = self._optimizer.state
@@ -293,6 +361,18 @@ class FlatStep:
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
+
+
+def _step_compiled(kernel: UpdateKernel, run: Run, gradient: Tensor, scale: Tensor | None = None) -> None:
+    """Step over a run with the gradient of its bucket, ``[shard_numel]``."""
+    kernel(run.memory, run.part_of(gradient), scale, run.group["lr"], run.state)
+    torch.autograd.graph.increment_version(run.bucket.flat)
+
+
+def _scale_gradients(tensors: Sequence[Tensor], scale: Tensor) -> None:
+    for gradient in [tensor.grad for tensor in tensors if tensor.grad is not None]:
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        local.mul_(scale.to(local.device))
 
 
 def _own_state(state: dict[str, Any], gradient: Tensor) -> None:

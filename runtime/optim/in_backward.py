@@ -39,6 +39,7 @@ from ..ranks.collective_order import RESET
 from .flat_step import FlatStep, Run
 from .tracking import OptimizedModel
 from .trial import counts_calls
+from .update_kernel import UpdateKernel, UpdateKernels
 
 _HALF_DONE = (
     f"Some buckets have been stepped in this backward, and others have not: call {RESET}, and load a checkpoint."
@@ -55,6 +56,7 @@ class BucketStep:
         bucket: The bucket.
         runs: Its runs.
         step: The optimizer's own step, without hooks.
+        kernels: The compiled steps of the runs; empty: ``step`` runs.
 
     Attributes:
         backward: Id of the backward that the program has called; None: it has not begun.
@@ -64,6 +66,7 @@ class BucketStep:
     bucket: Bucket
     runs: Sequence[Run]
     step: Callable[[torch.optim.Optimizer], Any]
+    kernels: Sequence[UpdateKernel] = ()
     backward: int | None = None
 
     def __call__(self, total: Tensor, used: Collection[int], in_graph: bool) -> bool:
@@ -77,7 +80,7 @@ class BucketStep:
             return False
         if (bucket.is_used_at_rest and not in_graph) or compat.backward_id() != self.backward:
             return False
-        return self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step)
+        return self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step, self.kernels)
 
 
 class StepInBackward:
@@ -142,13 +145,18 @@ class StepInBackward:
         self._other_sources |= {bucket for bucket in self._buckets if not gradients.is_as_installed(bucket)}
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[StepInBackward]:
+    def stepping(self, kernels: UpdateKernels | None) -> Iterator[StepInBackward]:
         """Context of the last backward before the optimizer's step, and of the step.
 
         If it raises, some buckets may have been stepped. The models then refuse to go on.
+
+        Args:
+            kernels: Do the steps, where they can. None: the optimizer does.
         """
         self._steps = [
-            BucketStep(self._flat, bucket, runs, self._step) for bucket, runs, why in self._trained() if not why
+            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of_all(runs, kernels))
+            for bucket, runs, why in self._trained()
+            if not why
         ]
         try:
             for owner in self._owners:

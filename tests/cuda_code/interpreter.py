@@ -205,4 +205,5 @@ def _compute_libdevice() -> None:
     for name in _SAME_IN_TORCH.split():
         setattr(libdevice, name, by_torch(getattr(torch, name)))
     libdevice.nearbyint = libdevice.rint = by_torch(torch.round)
+    libdevice.mul_rn = by_torch(torch.mul)
     triton_helpers.libdevice = libdevice

@@ -93,7 +93,7 @@ class _Launcher:
 
 
 @contextlib.contextmanager
-def _kernels_are_recorded() -> Iterator[None]:
+def kernels_are_recorded() -> Iterator[None]:
     """Context in which loading generated code compiles no kernel."""
     from torch._inductor.async_compile import AsyncCompile
 
@@ -264,6 +264,6 @@ def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: boo
             recordings.append(record(phase_of(graph), source, module, module.call, given))
 
     grad = contextlib.nullcontext() if trains else torch.no_grad()
-    with _kernels_are_recorded(), modules_are_seen(see), grad:
+    with kernels_are_recorded(), modules_are_seen(see), grad:
         compiled_with(compile_graph, model, inputs)
     return recordings

@@ -80,7 +80,7 @@ class Trained:
         how: ``"written out"``, or ``"compile_step"``.
         factory: Makes the model.
         sharding: Further arguments of ``fully_shard_model``.
-        max_norm, accumulation: See :func:`compile_step`.
+        max_norm, accumulation, compile_optimizer: See :func:`compile_step`.
 
     Attributes:
         stepped: For each step over a bucket in backward, whether a compiled graph has made it.
@@ -96,6 +96,7 @@ class Trained:
         max_norm: float | None = None,
         accumulation: int = 1,
         flat: bool = True,
+        compile_optimizer: bool = False,
         **sharding: Any,
     ) -> None:
         self.model = fully_shard_model(
@@ -120,6 +121,7 @@ class Trained:
                 self.optimizer,
                 max_norm=max_norm,
                 accumulation=accumulation,
+                compile_optimizer=compile_optimizer,
                 backend=backend,
                 options=options,
             )
@@ -566,10 +568,10 @@ def test_gradients_are_gone_when_they_were_used(mode: str) -> None:
     alive: list[int] = []
     references: list[weakref.ref[Any]] = []
 
-    def step_bucket(flat: FlatStep, runs: Any, gradient: Tensor, step: Any) -> bool:
+    def step_bucket(flat: FlatStep, runs: Any, gradient: Tensor, *args: Any) -> bool:
         alive.append(sum(reference() is not None for reference in references))
         references.append(weakref.ref(gradient.untyped_storage()))
-        return original(flat, runs, gradient, step)
+        return original(flat, runs, gradient, *args)
 
     original = FlatStep.step_bucket
     with mock.patch.object(FlatStep, "step_bucket", step_bucket):
