@@ -118,10 +118,15 @@ def _ours(
 
 
 def _ours_stepped(
-    config: Config, device: torch.device, backend: str | None, fused: bool = False, **options: Any
+    config: Config,
+    device: torch.device,
+    backend: str | None,
+    fused: bool = False,
+    double_buffer: bool = False,
+    **options: Any,
 ) -> System:
-    """Build a model that is stepped in backward."""
-    system = _ours(config, device, compiled=False)
+    """Build a model that is stepped in backward: by AdamW's fused kernels, or by what is generated of ``foreach``."""
+    system = _ours(config, device, compiled=False, double_buffer=double_buffer)
     how = {"fused": True} if fused else {"foreach": True}
     system.optimizer = torch.optim.AdamW(system.model.parameters(), lr=1e-3, **how)
     system.train_step = compile_step(system.model, system.optimizer, backend=backend, options=options)
@@ -218,6 +223,7 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
     "mfsdp compiled, fused AdamW": lambda c, d: _fused(_ours(c, d, compiled=True)),
     "mfsdp compile_step": lambda c, d: _ours_stepped(c, d, "mfsdp"),
+    "mfsdp compile_step, double buffers": functools.partial(_ours_stepped, backend="mfsdp", double_buffer=True),
     "mfsdp compile_step, fused AdamW": lambda c, d: _ours_stepped(c, d, "mfsdp", fused=True),
     **{
         f"mfsdp compile_step, fused AdamW, activations {saved}": functools.partial(

@@ -323,8 +323,7 @@ class FlatStep:
     def _give_back(self, run: Run) -> None:
         """Restore state by parameter after the step."""
         setattr(run.flat, run.bucket.plan.grad_attribute, None)
-        # Fused kernels, and kernels that take addresses, do not increment the version when they write.
-        torch.autograd.graph.increment_version(run.bucket.flat)
+        _note_write(run)
         state = self._optimizer.state
         if run.flat in state:
             run.state = state.pop(run.flat)
@@ -366,6 +365,11 @@ class FlatStep:
 def _step_compiled(kernel: UpdateKernel, run: Run, gradient: Tensor, scale: Tensor | None = None) -> None:
     """Step over a run with the gradient of its bucket, ``[shard_numel]``."""
     kernel(run.memory, run.part_of(gradient), scale, run.group["lr"], run.state)
+    _note_write(run)
+
+
+def _note_write(run: Run) -> None:
+    # Fused kernels, and kernels that take addresses, do not increment the version when they write.
     torch.autograd.graph.increment_version(run.bucket.flat)
 
 

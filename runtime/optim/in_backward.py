@@ -54,6 +54,7 @@ class BucketStep:
     Args:
         flat: Steps the optimizer over runs.
         bucket: The bucket.
+        owner: Its model.
         runs: Its runs.
         step: The optimizer's own step, without hooks.
         kernels: The compiled steps of the runs; empty: ``step`` runs.
@@ -64,6 +65,7 @@ class BucketStep:
 
     flat: FlatStep
     bucket: Bucket
+    owner: OptimizedModel
     runs: Sequence[Run]
     step: Callable[[torch.optim.Optimizer], Any]
     kernels: Sequence[UpdateKernel] = ()
@@ -80,7 +82,10 @@ class BucketStep:
             return False
         if (bucket.is_used_at_rest and not in_graph) or compat.backward_id() != self.backward:
             return False
-        return self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step, self.kernels)
+        is_stepped = self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step, self.kernels)
+        if is_stepped and in_graph:
+            self.owner.refresh_in_backward(bucket)
+        return is_stepped
 
 
 class StepInBackward:
@@ -153,8 +158,9 @@ class StepInBackward:
         Args:
             kernels: Do the steps, where they can. None: the optimizer does.
         """
+        owners = {bucket: owner for owner in self._owners for bucket in owner.buckets}
         self._steps = [
-            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of_all(runs, kernels))
+            BucketStep(self._flat, bucket, owners[bucket], runs, self._step, self._flat.kernels_of_all(runs, kernels))
             for bucket, runs, why in self._trained()
             if not why
         ]

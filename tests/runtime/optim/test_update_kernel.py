@@ -254,8 +254,9 @@ def check(max_norm: float | None, accumulation: int = 1, **sharding: Any) -> Non
 
 
 @on_ranks(2)
-def test_in_backward() -> None:
-    check(max_norm=None)
+def test_in_backward_and_after_it() -> None:
+    for max_norm in (None, 1e6):
+        check(max_norm)
 
 
 @pytest.mark.long
