@@ -72,6 +72,8 @@ class Run:
         """Return the compiled step of the run, or why it has none."""
         if self.bucket.plan.decoupled:
             return "its gradients are decoupled_grad"
+        if self.bucket.plan.keeps_memory:
+            return "a CUDA graph would repeat the numbers that Python computes for a kernel (cuda_graph_mode)"
         key = kernels, scaled, kernels.constants_of(self.group), *map(id, self.state.values())
         if self._found[0] != key:
             self._found = key, kernels.find(self.memory, self.group, self.state, scaled)

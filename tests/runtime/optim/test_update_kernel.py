@@ -333,6 +333,38 @@ def test_groups_state_and_steps_that_are_written_out() -> None:
     assert "as 2 kernels" in step.explain()
 
 
+class Decoupled(torch.optim.Optimizer):
+    """Steps with ``decoupled_grad``, as Transformer Engine's FusedAdam does, or with ``grad``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                gradient = getattr(param, "decoupled_grad", None)
+                param.add_(param.grad if gradient is None else gradient, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("why", ["cuda_graph_mode", "decoupled_grad"])
+@on_ranks(2)
+def test_models_whose_steps_are_not_compiled(why: str) -> None:
+    model = fully_shard_model(
+        parity.build(zoo.Uneven),
+        fsdp_unit_modules=[zoo.Block],
+        cuda_graph_mode=why == "cuda_graph_mode",
+        use_decoupled_grad=why == "decoupled_grad",
+    )
+    optimizer = fully_shard_optimizer(Decoupled(model.parameters()), flat=True)
+    step = compile_step(model, optimizer, backend=None, compile_optimizer=True)
+    for batch in parity.batches(2, shape=(3, 8))[:, torch.distributed.get_rank()]:
+        step(batch)
+    lines = [line for line in step.explain().splitlines() if "not compiled" in line]
+    assert len(lines) == len(model.sharded.buckets)
+    assert all(why in line for line in lines)
+
+
 @on_ranks(2)
 def test_a_step_that_cannot_be_compiled() -> None:
     """The optimizer steps instead, with its own numbers, and ``explain`` says why."""
