@@ -1,4 +1,4 @@
-"""Seconds per optimizer step: by parameter, over flat shards, and over whole parameters in one process.
+"""Seconds per optimizer step: by parameter, over flat shards, compiled, and over whole parameters in one process.
 
     python benchmarks/optimizer_step.py
     python benchmarks/optimizer_step.py --simulate 8
@@ -9,6 +9,8 @@ simulated: this rank's shards are real, the other ranks are fake. Variants take 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from typing import Any
 
@@ -18,6 +20,9 @@ from torch import nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.models.llama import Block, Llama
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.optim.flat_step import flat_step_of
+from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
 
 HOW = {"for": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -33,22 +38,28 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     for how, settings in HOW.items():
-        for kind in ("by parameter", "flat"):
+        for kind in ("by parameter", "flat", "compiled") if how == "foreach" else ("by parameter", "flat"):
             model: nn.Module = Llama(config.model).to(device)
             sharded = fully_shard_model(model, fsdp_unit_modules=[Block], check_values=False)
             optimizer = torch.optim.AdamW(groups(sharded), lr=1e-4, **settings)
-            steps[f"{how}, {kind}"] = sharded, fully_shard_optimizer(optimizer, flat=kind == "flat")
+            steps[f"{how}, {kind}"] = sharded, fully_shard_optimizer(optimizer, flat=kind != "by parameter")
         model = Llama(config.model).to(device)
         steps[f"{how}, one process"] = model, torch.optim.AdamW(groups(model), lr=1e-4, **settings)
     for model, _ in steps.values():
         model(torch.zeros(1, 8, dtype=torch.long, device=device)).float().square().mean().backward()
+    _, compiled = steps["foreach, compiled"]
+    flat = flat_step_of(compiled)
+    assert flat is not None
+    kernels = UpdateKernels(compiled, compat.step_without_hooks(torch.optim.AdamW), {})
+    contexts = {"foreach, compiled": functools.partial(flat.compiled, kernels)}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(config.rounds + 2):
         for name, (_, optimizer) in steps.items():
-            synchronize(config, device)
-            begun = time.perf_counter()
-            optimizer.step()
-            synchronize(config, device)
+            with contexts.get(name, contextlib.nullcontext)():
+                synchronize(config, device)
+                begun = time.perf_counter()
+                optimizer.step()
+                synchronize(config, device)
             times[name].append(time.perf_counter() - begun)
     return {name: {"seconds": values[2:]} for name, values in times.items()}
 
