@@ -18,6 +18,8 @@ as if the gradient of the loss was 1, and backward scales them: the loss must be
   input of their own while it runs.
 - It does so even if the gradient has several elements, as that of a loss per token has. That is refused.
 - It does so in float16, where gradients of a loss that is not scaled are 0. That is refused too.
+- It fails if logits of shape ``[batch, length, vocabulary]`` are cast, scaled or capped before they are flattened, as in
+  transformers. Here they are flattened first.
 - It fails if a dimension does not divide into the number of chunks. Here the number is what ``torch.chunk`` makes of it.
 
 Needs: a joint graph with Inductor's decompositions. Leaves: calls of graphs that the passes know as regions without
@@ -45,6 +47,7 @@ DISTINCT = (*roles.DISTINCT, _aten.full)
 """Operators whose calls the partitioner must not merge: otherwise the zeros that the first chunk adds its gradient to
 could be those that the gradient of an embedding begins with, and be kept for backward."""
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_LIKE_POINTWISE = (*roles.CASTS, _aten.alias.default)
 
 
 class NotInChunks(Exception):
@@ -76,6 +79,7 @@ def apply(joint: fx.GraphModule, chunks: int) -> tuple[fx.GraphModule, Report]:
     chunks = -(-rows // -(-rows // chunks))
     if chunks < 2:
         raise NotInChunks(f"the product with the largest result has {rows} rows")
+    _flatten(joint.graph, product)
     before = {name for name, _ in joint.named_children()}
     apart = _set_apart(joint.graph, product)
     least = value_bytes(product)
@@ -121,11 +125,44 @@ def _largest_product(graph: fx.Graph) -> fx.Node:
     return max(found, key=value_bytes)
 
 
+def _flatten(graph: fx.Graph, product: fx.Node) -> None:
+    """Let pointwise operators on views of tensors of the product's shape compute on these tensors: views come after.
+
+    Inductor removes what is then a view of a view.
+    """
+    shape = product.meta["val"].shape
+    for node in list(graph.nodes):
+        sources = node.all_input_nodes
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _LIKE_POINTWISE
+        if not is_pointwise or not sources or not all(_is_view_of(source, shape) for source in sources):
+            continue
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            flat = graph.node_copy(node, lambda source: source.args[0])  # type: ignore[arg-type, return-value]
+            view = graph.call_function(_aten.view.default, (flat, list(value.shape)))
+        flat.meta = node.meta | {"val": value.view(shape)}
+        view.meta = dict(node.meta)
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+        for source in sources:
+            if not source.users:
+                graph.erase_node(source)
+
+
+def _is_view_of(node: fx.Node, shape: torch.Size) -> bool:
+    if node.target not in (_aten.view.default, _aten._unsafe_view.default):
+        return False
+    return node.args[0].meta["val"].shape == shape != node.meta["val"].shape  # type: ignore[union-attr]
+
+
 def _set_apart(graph: fx.Graph, product: fx.Node) -> dict[str, str]:
     """Give readers of a tangent that lead to no tensor of the product's size an input of their own.
 
     Returns:
         Names of the tangents, by name of the input.
+
+    Raises:
+        NotInChunks: A tangent that leads to one has several elements.
     """
     size = product.meta["val"].numel()
     leads: dict[fx.Node, bool] = {}
@@ -135,6 +172,8 @@ def _set_apart(graph: fx.Graph, product: fx.Node) -> dict[str, str]:
     found = {}
     for number, tangent in enumerate(tangents(graph)):
         others = [user for user in tangent.users if not leads[user]]
+        if leads[tangent] and tangent.meta["val"].numel() > 1:
+            raise NotInChunks("the loss, or another output that depends on the logits, has several elements")
         if others and len(others) < len(tangent.users):
             with graph.inserting_after(tangent):
                 apart = graph.placeholder(f"mfsdp_apart_{number}")
@@ -153,10 +192,6 @@ def _check(calls: list[fx.Node], logits: int) -> None:
         given: list[Any] = [operand.meta["val"] for operand in call.args[2:]]  # type: ignore[union-attr]
         if [each.shape for each in taken] != [each.shape for each in given]:
             raise NotInChunks("torch's auto_chunker divided its inputs along different dimensions")
-        for operand in call.args[2:]:
-            is_one = operand.target is _aten.full.default and operand.args[1] == 1  # type: ignore[union-attr]
-            if is_one and operand.meta["val"].numel() > 1:  # type: ignore[union-attr]
-                raise NotInChunks("the loss, or another output that depends on the logits, has several elements")
         values = (value for node in body.graph.nodes for value in compat.tree_leaves(node.meta.get("val")))
         if any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values):
             raise NotInChunks(

@@ -393,7 +393,7 @@ def _compile_inner(
             decide = functools.partial(pipeline.decide_inference, record=record)
             patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
         if options.loss_chunks is not None:
-            patches["joint_custom_pre_pass"] = compat.graph_pass(chunk_loss, uuid)
+            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
