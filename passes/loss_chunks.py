@@ -28,6 +28,7 @@ buckets.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -95,7 +96,7 @@ def apply(joint: fx.GraphModule, chunks: int) -> tuple[fx.GraphModule, Report]:
         if node.args[0].target not in before  # type: ignore[union-attr]
     ]
     if not calls:
-        raise NotInChunks(reason or "torch's auto_chunker left the graph as it is")
+        raise NotInChunks((reason or "torch's auto_chunker left the graph as it is") + _mistaken(joint.graph, product))
     _check(calls, rows * width)
     bodies = dict.fromkeys(attribute_of(call.args[0]) for call in calls)  # type: ignore[arg-type]
     for number, body in enumerate(bodies):
@@ -182,6 +183,19 @@ def _set_apart(graph: fx.Graph, product: fx.Node) -> dict[str, str]:
                 user.replace_input_with(tangent, apart)
             found[apart.name] = tangent.name
     return found
+
+
+def _mistaken(graph: fx.Graph, product: fx.Node) -> str:
+    """Return a note if another tensor has as many elements as the logits, by which torch's pass tells them.
+
+    A usual case: a batch has as many tokens as the model is wide, and the logits as many elements as the head's weight.
+    """
+    logits = product.meta["val"]
+    for node in itertools.takewhile(lambda node: node is not product, graph.nodes):
+        if isinstance(value := node.meta.get("val"), Tensor) and value.numel() == logits.numel():
+            other = f"a tensor of shape {list(value.shape)} has as many elements as the logits, {list(logits.shape)}"
+            return f" ({other}, so torch's auto_chunker takes it for them: change the number of tokens)"
+    return ""
 
 
 def _check(calls: list[fx.Node], logits: int) -> None:
