@@ -3,9 +3,9 @@
     python benchmarks/loss_chunks.py
     python benchmarks/loss_chunks.py --vocabulary 131072 --chunks 0 16
 
-Peak: the most bytes allocated during a step beyond what is held before it, as torch's profiler counts them, of one rank.
-Steps are medians, in turns. Error: that of the head's gradient, as a part of its norm, against the float32 gradient of
-the same rounded weights without chunks.
+Peak: the most bytes allocated during a step beyond what is held before it, as torch's profiler counts them,
+of one rank. Steps are medians, in turns. Error: that of the head's gradient, as a part of its norm, against the float32
+gradient of the same rounded weights without chunks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Joint graph: compute the logits and the loss in chunks of tokens, so that no tensor holds all logits.
 
 Before                                      After
-    logits = mm(hidden, head)                   loss_0, grad_0, d_hidden_0 = loss_chunk(hidden_0, head, ..., 0, 0)
-    loss = nll(log_softmax(logits))             loss_1, grad_1, d_hidden_1 = loss_chunk(hidden_1, head, ..., loss_0, grad_0)
-    d_logits = (softmax - onehot) * tangent     ...
-    grad = mm(d_logits.T, hidden)               grad = grad_n * tangent
-    d_hidden = mm(d_logits, head.T)             d_hidden = cat(d_hidden_0, ...) * tangent
+    logits = mm(hidden, head)                   loss_0, grad_0, d_hidden_0 = chunk(hidden_0, head, 0, 0, ...)
+    loss = nll(log_softmax(logits))             loss, grad_1, d_hidden_1 = chunk(hidden_1, head, loss_0, grad_0, ...)
+    d_logits = (softmax - onehot) * tangent
+    grad = mm(d_logits.T, hidden)               grad = grad_1 * tangent
+    d_hidden = mm(d_logits, head.T)             d_hidden = cat(d_hidden_0, d_hidden_1) * tangent
 
 The rewrite is torch's: Inductor's ``auto_chunker``. Each chunk computes gradients together with its part of the loss,
 as if the gradient of the loss was 1, and backward scales them: the loss must be linear in what comes after it.
@@ -18,9 +18,10 @@ as if the gradient of the loss was 1, and backward scales them: the loss must be
   input of their own while it runs.
 - It does so even if the gradient has several elements, as that of a loss per token has. That is refused.
 - It does so in float16, where gradients of a loss that is not scaled are 0. That is refused too.
-- It fails if logits of shape ``[batch, length, vocabulary]`` are cast, scaled or capped before they are flattened, as in
-  transformers. Here they are flattened first.
-- It fails if a dimension does not divide into the number of chunks. Here the number is what ``torch.chunk`` makes of it.
+- It fails if logits of shape ``[batch, length, vocabulary]`` are cast, scaled or capped before they are flattened, as
+  in transformers. Here they are flattened first.
+- It fails if tokens do not divide into the number of chunks. Here the number is what ``torch.chunk`` makes of it.
+- It takes other tensors with as many elements for logits, and fails. The message says so.
 
 Needs: a joint graph with Inductor's decompositions. Leaves: calls of graphs that the passes know as regions without
 buckets.
@@ -29,7 +30,6 @@ buckets.
 from __future__ import annotations
 
 import itertools
-import operator
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def apply(joint: fx.GraphModule, chunks: int) -> tuple[fx.GraphModule, Report]:
         NotInChunks: The loss cannot be computed in chunks.
     """
     product = _largest_product(joint.graph)
-    rows, width = product.meta["val"].shape
+    rows = product.meta["val"].shape[0]
     chunks = -(-rows // -(-rows // chunks))
     if chunks < 2:
         raise NotInChunks(f"the product with the largest result has {rows} rows")
@@ -97,7 +97,7 @@ def apply(joint: fx.GraphModule, chunks: int) -> tuple[fx.GraphModule, Report]:
     ]
     if not calls:
         raise NotInChunks((reason or "torch's auto_chunker left the graph as it is") + _mistaken(joint.graph, product))
-    _check(calls, rows * width)
+    _check(calls)
     bodies = dict.fromkeys(attribute_of(call.args[0]) for call in calls)  # type: ignore[arg-type]
     for number, body in enumerate(bodies):
         body.meta |= {"mfsdp_region_name": f"loss_chunk_{number}", "mfsdp_wholes": {}, "mfsdp_scales": {}}
@@ -198,8 +198,8 @@ def _mistaken(graph: fx.Graph, product: fx.Node) -> str:
     return ""
 
 
-def _check(calls: list[fx.Node], logits: int) -> None:
-    """Raise NotInChunks if the chunks would not compute the same, or save nothing."""
+def _check(calls: list[fx.Node]) -> None:
+    """Raise NotInChunks if the chunks would not compute the same."""
     for call in calls:
         body: Any = attribute_of(call.args[0])  # type: ignore[arg-type]
         taken = [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]
@@ -211,7 +211,3 @@ def _check(calls: list[fx.Node], logits: int) -> None:
             raise NotInChunks(
                 "it is in float16, in which chunks would compute gradients of a loss that is not scaled yet"
             )
-        for item in call.users:
-            for user in item.users if item.target is operator.getitem else ():
-                if user.target is _aten.cat.default and user.meta["val"].numel() == logits:
-                    raise NotInChunks("the logits are returned, or read elsewhere, as a whole")

@@ -267,6 +267,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (NoProduct, {}, "no matrix product in front of the loss"),
     (Words, {"dtype": torch.float16}, "it is in float16"),
     (Words, {"dynamic": True}, "symbolic sizes (dynamic shapes)"),
+    (Words, {"rows": 1, "length": 1}, "the product with the largest result has 1 rows"),
     (Words, {"rows": 8, "length": 2}, "as many elements as the logits, [16, 97]"),
 ]
 
@@ -291,7 +292,7 @@ def test_a_loss_that_cannot_be_in_chunks_is_refused(
         ({"loss_chunks": 1}, "at least 2, or None, got 1"),
         ({"loss_chunks": True}, "at least 2, or None, got True"),
         ({"loss_chunks": "auto"}, "at least 2, or None, got 'auto'"),
-        ({"loss_chunks": 2, "inner": "aot_eager"}, "the inner compiler is 'aot_eager'"),
+        ({"loss_chunks": 2, "inner": "aot_eager"}, "needs the inner compiler 'inductor', not 'aot_eager'"),
         ({"loss_chunks": 2, "inductor": {"auto_chunker.num_chunk": 3}}, "sets too: ['auto_chunker.num_chunk']"),
         ({"loss_chunks": 2, "inductor": {"joint_custom_pre_pass": None}}, "sets too: ['joint_custom_pre_pass']"),
     ],
