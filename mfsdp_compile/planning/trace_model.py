@@ -107,6 +107,8 @@ def trace(
         raise RuntimeError(
             "A plan needs a fake process group, but a real one already exists: plan in a process of its own."
         )
+    if work.loss_chunks is not None and not fused:
+        raise ValueError(f"{work.name} has loss_chunks={work.loss_chunks}, which only plans for Inductor can have")
     traced = functools.partial(_trace, work, hardware, fused, parts, degrees, stage, _divided(work, degrees))
     for around in AROUND if work.checkpoint != "none" else AROUND[1:]:
         with contextlib.suppress(NotAlikeError):
@@ -334,7 +336,7 @@ def _outlines(
         regions=False,
         fp8_matmul=work.fp8_matmul,
         fp8_wgrad=work.fp8_wgrad,
-        loss_chunks=work.loss_chunks if fused else None,
+        loss_chunks=work.loss_chunks,
     )
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

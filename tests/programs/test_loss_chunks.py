@@ -343,6 +343,8 @@ def test_plans_are_of_chunks() -> None:
     for chunks in (None, 8):
         traced = trace(llama(chunks), hardware("cpu"), fused=True)
         rises.append(max(segment.rise for outline in traced.outlines.values() for segment in outline.segments))
+    with pytest.raises(ValueError, match="llama has loss_chunks=8, which only plans for Inductor can have"):
+        trace(llama(8), hardware("cpu"), fused=False)
     logits, head = 256 * CONFIG.vocabulary * 4, CONFIG.width * CONFIG.vocabulary * 4
     assert rises[0] > logits
     assert rises[1] < logits / 2 + 2 * head
