@@ -13,12 +13,14 @@ import torch.nn.functional as F
 import zoo
 from parity import INDUCTOR
 from pool import on_ranks
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import MixedPrecisionPolicy, compile_step, explain, fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes import loss_chunks
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.planning import forecast
@@ -123,16 +125,41 @@ def check(
     return run
 
 
-@on_ranks(2)
-def test_gradients_are_those_of_the_whole_loss() -> None:
-    check("auxiliary loss, bias", microbatches=2, verify="each")
+class Enough(BaseException):
+    """What is to be known of a graph is known."""
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "graph break"])
+def test_a_joint_graph_with_chunks_computes_the_same(name: str) -> None:
+    """Loss and gradients, for a gradient of the loss other than 1, as the graph's operators compute them."""
+
+    def compare(joint: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        whole = compat.copy_graph_module(joint)
+        values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        chunked, _ = loss_chunks.apply(joint, 5)
+        calls = chunked.graph.find_nodes(op="call_function", target=compat.invoke_subgraph)
+        assert len(calls) == 5
+        torch.manual_seed(1)
+        with unset_fake_temporarily():
+            given = [torch.randn([*value.shape], dtype=value.dtype) for value in values]
+            for mine, its in zip(chunked(*given), whole(*given), strict=True):
+                if its is not None:
+                    parity.close(name, mine, its)
+        raise Enough
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compat.trace_with_aot(gm, inputs, compare, decomposed=True)
+
+    torch.compiler.reset()
+    with pytest.raises(Enough):
+        torch.compile(parity.build(MODELS[name]), backend=backend)(torch.randn(4, LENGTH))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "auxiliary loss, bias"])
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_models(name: str) -> None:
-    check(name)
+    check(name, **{"microbatches": 2, "verify": "each"} if "auxiliary" in name else {})
 
 
 @pytest.mark.long
@@ -272,6 +299,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.long_unless("*several elements", "*as many elements*")
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize(("factory", "how", "reason"), REFUSED, ids=lambda each: getattr(each, "__name__", None))
 def test_a_loss_that_cannot_be_in_chunks_is_refused(
