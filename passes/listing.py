@@ -52,7 +52,7 @@ def collectives(graph: fx.Graph, context: Context) -> list[str]:
 def _called(call: fx.Node, context: Context) -> str:
     """Return the line of a region's call."""
     body = roles.body_of(call)
-    unit = context.buckets[call.meta["custom"][roles.REGION][0]].unit
+    unit = next((context.buckets[bucket].unit for bucket in call.meta["custom"][roles.REGION]), "loss")
     operators = sum(map(roles.is_operator, body.graph.nodes))
     return f"{'run':7} {unit}  {body.meta['mfsdp_region_name']}, {operators} operators"
 

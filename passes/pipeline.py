@@ -26,6 +26,7 @@ from . import (
     drop_unread,
     float32_gradients,
     fp8_matmul,
+    loss_chunks,
     portions,
     reduce,
     reshard,
@@ -116,6 +117,7 @@ class CompileRecord:
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
     events: dict[Phase, list[Event]] = field(default_factory=dict)
     unpredicted: dict[Phase, str] = field(default_factory=dict)
+    _chunked: tuple[Report, ...] = field(default=(), repr=False)
     _saved: Saved = field(default_factory=dict, repr=False)
     _agreed: tuple[Report, ...] = field(default=(), repr=False)
 
@@ -210,10 +212,37 @@ def rewrite_dynamo_graph(
     record.show(None, gm.graph, report)
 
 
+def chunk_loss(joint: fx.GraphModule, record: CompileRecord, chunks: int) -> fx.GraphModule:
+    """Compute the loss of a joint graph in chunks, and run Inductor's passes over joint graphs.
+
+    A graph without a backward stays as it is, and so does a part of the model that computes no loss.
+
+    Raises:
+        ValueError: The loss cannot be computed in chunks.
+    """
+    if not loss_chunks.tangents(joint.graph):
+        return joint
+    begun = time.perf_counter()
+    try:
+        joint, report = loss_chunks.apply(joint, chunks)
+    except loss_chunks.NotInChunks as why:
+        if record.context.whole_model or loss_chunks.computes_loss(joint.graph):
+            raise ValueError(
+                f"options['loss_chunks'] is {chunks}, but the loss cannot be computed in chunks: {why}. The model (or "
+                "the compiled function that calls it) must compute the loss and return only it, of one element, such "
+                "as F.cross_entropy of the logits. Computation between the product that gives the logits and the loss "
+                "must be of operators that torch's auto_chunker knows, in float32 or bfloat16, and the batch of static "
+                "shape (mark_static, dynamic=False). Change the model, or take the option out."
+            ) from None
+        report = Report("loss_chunks", [f"no loss in chunks here: {why}"])
+    record._chunked = (replace(report, seconds=time.perf_counter() - begun),)
+    return joint
+
+
 def _prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
     """Run the passes over a joint graph, before it is partitioned into forward and backward."""
     record.user_outputs = user_outputs
-    record.reports[Phase.JOINT] = [*record._agreed]
+    record.reports[Phase.JOINT] = [*record._chunked, *record._agreed]
     roles.assign(graph)
     _drop_unread(graph, Phase.JOINT, record)
     if record.prediction is not None and record.prediction.text is not None:

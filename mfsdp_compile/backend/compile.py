@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile import backend, passes, progress, runtime
-from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes import loss_chunks, pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.solver.across_ranks import AgreedOtherwise
@@ -348,11 +348,11 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            budget = 1.0
+            budget, distinct = 1.0, roles.DISTINCT if options.loss_chunks is None else loss_chunks.DISTINCT
             if record is not None and not record.regions:  # otherwise it is that of the regions
                 budget = record.context.policy.activation_budgets[0]
             return compat.min_cut_partition(
-                joint, joint_inputs, distinct=roles.DISTINCT, activation_memory_budget=budget, **kwargs
+                joint, joint_inputs, distinct=distinct, activation_memory_budget=budget, **kwargs
             )
 
         user_outputs: int = kwargs["num_fwd_outputs"]
@@ -369,6 +369,11 @@ def _compile_inner(
             pipeline.finish_region(graph, context, phase_of(graph))
         elif record is not None:
             pipeline.finish_graph(graph, phase_of(graph), record)
+
+    def chunk_loss(graph: fx.Graph) -> None:
+        if region_of(graph) is None and record is not None and options.loss_chunks is not None:
+            joint = graph.owning_module
+            joint.graph = pipeline.chunk_loss(joint, record, options.loss_chunks).graph
 
     def finish_all(gm: fx.GraphModule) -> None:
         for region in dict.fromkeys(map(roles.body_of, roles.region_calls(gm.graph))):
@@ -387,6 +392,8 @@ def _compile_inner(
         if record.meeting is not None and "joint_custom_post_pass" not in patches:
             decide = functools.partial(pipeline.decide_inference, record=record)
             patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
+        if options.loss_chunks is not None:
+            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)

@@ -63,6 +63,9 @@ class CompileOptions:
         fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
         fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
             must answer the same on all ranks.
+        loss_chunks: Number of chunks of tokens that the logits and the loss are computed in, one after the other with
+            their gradients, so that no tensor holds all logits. The model must return only the loss. None: not in
+            chunks. Inductor only. See :mod:`mfsdp_compile.passes.loss_chunks`.
         inductor: Settings of ``torch._inductor.config`` for the inner compiler.
         passes: Your own passes, ``pass(graph, context, phase) -> Report | None``. They run after the built-in ones on
             forward, backward and inference graphs, and the graph is verified after each. Compile caches identify a pass
@@ -86,6 +89,7 @@ class CompileOptions:
     fp8_matmul: str | None = None
     fp8_wgrad: bool = False
     fp8_filter: Fp8Filter | None = field(default=None, repr=False)  # graphs show what it chooses
+    loss_chunks: int | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
@@ -219,6 +223,8 @@ class CompileOptions:
             raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
         if inductor.get("triton.cudagraphs"):
             raise ValueError(f"options['inductor'] has 'triton.cudagraphs'. {_GRAPHS}")
+        if self.loss_chunks is not None:
+            _check_loss_chunks(self.loss_chunks, self.inner, inductor)
         if self.float32_gradients and inductor.get("triton.native_matmul"):
             raise ValueError(
                 "options['float32_gradients'] has no effect with Inductor's 'triton.native_matmul', which has no out "
@@ -248,6 +254,18 @@ def _check_fp8(fp8_matmul: Any, fp8_wgrad: Any, fp8_filter: Any) -> None:
             "options['fp8_wgrad'] and options['fp8_filter'] say what is computed in float8, but options['fp8_matmul'] "
             f"is not given, so nothing is. Add it: one of {', '.join(map(repr, allowed[:-1]))}."
         )
+
+
+def _check_loss_chunks(chunks: Any, inner: str, inductor: Mapping[str, Any]) -> None:
+    """Raise for values of the option ``loss_chunks``, and for others that it does not work with."""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2:
+        raise ValueError(f"options['loss_chunks'] takes a number of chunks, at least 2, or None, got {chunks!r}")
+    if inner != "inductor":
+        raise ValueError(
+            f"options['loss_chunks'] is {chunks}, which needs the inner compiler 'inductor', not {inner!r}"
+        )
+    if same := [name for name in inductor if name.startswith("auto_chunker.") or name == "joint_custom_pre_pass"]:
+        raise ValueError(f"options['loss_chunks'] sets what options['inductor'] sets too: {same}. Give one of them.")
 
 
 _GRAPHS = (

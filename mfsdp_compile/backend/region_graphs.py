@@ -66,6 +66,7 @@ def trace(
         _note_wholes(forward, body, takes)
         _note_contract(forward, context, outputs)
         return RegionGraphs(forward, takes, outputs)
+    joint.graph.output_node().meta["mfsdp_region"] = context
     if fused:
         joint = compat.inductor_joint_passes(joint)
     roles.assign(joint.graph)

@@ -27,7 +27,7 @@ from mfsdp_compile.backend.compile import find_shells, prepare
 from mfsdp_compile.backend.options import CompileOptions, known_rings
 from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
-from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes import loss_chunks, pipeline, roles
 from mfsdp_compile.passes.context import Context, SchedulePolicy
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware
@@ -107,6 +107,8 @@ def trace(
         raise RuntimeError(
             "A plan needs a fake process group, but a real one already exists: plan in a process of its own."
         )
+    if work.loss_chunks is not None and not fused:
+        raise ValueError(f"{work.name} has loss_chunks={work.loss_chunks}, which only plans for Inductor can have")
     traced = functools.partial(_trace, work, hardware, fused, parts, degrees, stage, _divided(work, degrees))
     for around in AROUND if work.checkpoint != "none" else AROUND[1:]:
         with contextlib.suppress(NotAlikeError):
@@ -329,7 +331,12 @@ def _outlines(
     costs = CostModel(hardware, fused, groups=known_rings())
     schedule = SchedulePolicy(activation_offload=work.activation_offload)
     options = CompileOptions(
-        schedule=schedule, hardware=hardware, regions=False, fp8_matmul=work.fp8_matmul, fp8_wgrad=work.fp8_wgrad
+        schedule=schedule,
+        hardware=hardware,
+        regions=False,
+        fp8_matmul=work.fp8_matmul,
+        fp8_wgrad=work.fp8_wgrad,
+        loss_chunks=work.loss_chunks,
     )
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -341,10 +348,13 @@ def _outlines(
         found.append(record)
 
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+            if options.loss_chunks is not None:
+                joint = pipeline.chunk_loss(joint, record, options.loss_chunks)
             if fused:
                 joint = compat.inductor_joint_passes(joint)
             count = kwargs["num_fwd_outputs"]
-            in_two = functools.partial(compat.min_cut_partition, joint_inputs=joint_inputs, **kwargs)
+            distinct = () if options.loss_chunks is None else loss_chunks.DISTINCT
+            in_two = functools.partial(compat.min_cut_partition, joint_inputs=joint_inputs, distinct=distinct, **kwargs)
             graphs = pipeline.trial(joint, record, count, in_two)
             forward = graphs[Phase.FORWARD]
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))

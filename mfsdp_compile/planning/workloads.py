@@ -132,6 +132,7 @@ class Workload:
             everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
             calls selective op checkpointing.
         fp8_matmul, fp8_wgrad: Options of the backend: whether linear layers compute in float8.
+        loss_chunks: Option of the backend: number of chunks that the loss is computed in.
         activation_offload: Option of the backend: which values saved for backward are in host memory meanwhile. True:
             all that are large enough. ``"auto"``: those for whose copies there is time.
         divided: How the model is divided by expert, tensor, context and pipeline parallelism. None: it cannot be.
@@ -149,6 +150,7 @@ class Workload:
     checkpoint: str = "none"
     fp8_matmul: str | None = None
     fp8_wgrad: bool = False
+    loss_chunks: int | None = None
     activation_offload: bool | Literal["auto"] = False
     divided: Divided | None = None
 

@@ -89,8 +89,7 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         calls = calls_of(found.graph)
         for call in roles.region_calls(found.graph):
             if (was := contract.calls.get(call.name)) is not None and was != calls[call.name]:
-                bucket = call.meta["custom"][roles.REGION][0]
-                yield f"{call} runs {calls[call.name]} instead of {was}", call, bucket
+                yield f"{call} runs {calls[call.name]} instead of {was}", call, *call.meta["custom"][roles.REGION][:1]
         yield from _outputs(found, contract)
 
 

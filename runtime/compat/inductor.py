@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "graph_pass",
     "inductor_collective",
     "inductor_config_patches",
+    "inductor_in_chunks",
     "inductor_inlined",
     "inductor_joint_passes",
     "inductor_memory",
@@ -58,6 +60,49 @@ def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
     with V.set_fake_mode(mode):  # passes that replace random number operators need it
         return joint_graph_passes(joint)
+
+
+def inductor_in_chunks(joint: fx.GraphModule, chunks: int, least_bytes: int) -> tuple[fx.GraphModule, str]:
+    """Run :func:`inductor_joint_passes`, and let them compute a matrix product, and what follows from it, in chunks.
+
+    Torch's pass for this keeps why it left a graph alone to its log.
+
+    Args:
+        chunks: Number of chunks.
+        least_bytes: Bytes of the product's result, or fewer, but more than those of other products.
+
+    Returns:
+        The graph, and why nothing in it is computed in chunks; empty otherwise.
+    """
+    import torch._inductor.config as config
+
+    reasons: list[str] = []
+
+    class Reasons(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                reasons.append(str(record.exc_info[1]))
+
+    settings = {
+        "auto_chunker.enable": True,
+        "auto_chunker.num_chunk": chunks,
+        "auto_chunker.output_size_threshold": least_bytes - 1,
+        "auto_chunker.amplify_ratio_threshold": 0,
+        "joint_custom_pre_pass": None,
+        "joint_custom_post_pass": None,
+    }
+    log, listener = logging.getLogger("torch._inductor.fx_passes.joint_graph.__auto_chunker"), Reasons(logging.DEBUG)
+    before = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(listener)
+    try:
+        with config.patch(settings):
+            return inductor_joint_passes(joint), "; ".join(reasons)
+    except Exception as error:  # of the pass, which then has changed only a copy
+        return joint, f"{type(error).__name__}: {error}"
+    finally:
+        log.removeHandler(listener)
+        log.setLevel(before)
 
 
 _ORDER_KEEPING: dict[str, Any] = {
