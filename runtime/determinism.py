@@ -55,13 +55,20 @@ def deterministic(enabled: bool = True) -> None:
         )
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        _set_benchmark(False)
     elif not enabled and _before is not None:
         torch.use_deterministic_algorithms(_before.algorithms, warn_only=_before.warn_only)
-        torch.backends.cudnn.benchmark = _before.benchmark
+        _set_benchmark(_before.benchmark)
         compat.set_inductor_deterministic(_before.inductor)
         torch.utils.deterministic.fill_uninitialized_memory = _before.fill
         _before = None
+
+
+def _set_benchmark(value: bool) -> None:
+    if (
+        torch.backends.cudnn.benchmark != value
+    ):  # torch.backends.disable_global_flags refuses to set it, also to what it is
+        torch.backends.cudnn.benchmark = value
 
 
 def is_deterministic() -> bool:

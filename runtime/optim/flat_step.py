@@ -81,9 +81,8 @@ class Run:
 
     def part_of(self, gradient: Tensor) -> Tensor:
         """Return the run's part of its bucket's gradient, ``[shard_numel]``."""
-        if not self.is_here:
-            return gradient.new_zeros(1)
-        return self.bucket.elements(gradient)[self.start : self.start + self.flat.numel()]
+        gradient = self.bucket.elements(gradient)
+        return gradient[self.start : self.start + self.flat.numel()] if self.is_here else gradient.new_zeros(1)
 
     def cut(self, value: Tensor) -> list[RowShardedTensor]:
         """Return the rows of each parameter in a tensor of the run's shape."""
