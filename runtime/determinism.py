@@ -65,9 +65,7 @@ def deterministic(enabled: bool = True) -> None:
 
 
 def _set_benchmark(value: bool) -> None:
-    if (
-        torch.backends.cudnn.benchmark != value
-    ):  # torch.backends.disable_global_flags refuses to set it, also to what it is
+    if torch.backends.cudnn.benchmark != value:  # torch.backends.disable_global_flags forbids to set what it is, too
         torch.backends.cudnn.benchmark = value
 
 

@@ -204,8 +204,8 @@ _SETTINGS_CHANGE = "settings of its parameter group, other than the learning rat
 
 def _refused(flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return why a step is not traced; "": it may be."""
-    if flat.dtype == torch.float64:
-        return "its parameters are in float64, and numbers for kernels in float32"
+    if flat.dtype == torch.float64 or flat.dtype.is_complex:
+        return f"its parameters are in {flat.dtype}, and numbers for kernels in torch.float32"
     for name, value in group.items():
         if isinstance(value, Tensor) and (name != "lr" or not _is_counter(value)):
             return f"its setting {name!r} is a tensor"

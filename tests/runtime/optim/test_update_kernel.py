@@ -179,8 +179,9 @@ def test_state_that_a_kernel_cannot_take() -> None:
         ({"exp_avg": flat}, "shares memory"),
     ):
         assert why in str(find(optimizer, flat, {**state, **wrong}))
-    optimizer, flat, state = stepped(OPTIMIZERS["AdamW"], dtype=torch.float64)
-    assert "float64" in str(find(optimizer, flat, state))
+    for dtype in (torch.float64, torch.complex64):
+        optimizer, flat, state = stepped(OPTIMIZERS["AdamW"], dtype=dtype)
+        assert f"its parameters are in {dtype}" in str(find(optimizer, flat, state))
 
 
 def test_low_precision() -> None:
