@@ -130,6 +130,11 @@ class TrainStep:
             with_inductor = backend == "mfsdp" and options.get("inner", "inductor") == "inductor"
             is_fused = any(group.get("fused") for group in optimizer.param_groups)
             compile_optimizer = with_inductor and flat is not None and not is_fused
+        elif compile_optimizer and scaler.is_enabled() and any(group.get("fused") for group in optimizer.param_groups):
+            raise ValueError(
+                "compile_step got compile_optimizer=True and a scaler, which leaves gradients as they are for a fused "
+                "optimizer. Make the optimizer without fused=True."
+            )
         elif compile_optimizer and flat is None:
             raise ValueError(
                 "compile_step compiles the step of an optimizer over flat shards, and the "
@@ -169,6 +174,7 @@ class TrainStep:
         with self._guarded():
             with self._syncing(True):
                 found = self._loss_fn(self._model, *batch, **more)
+            is_first = self._in_backward is None or self._in_backward.is_first
             with self._stepping() as ahead:
                 with self._syncing(True):
                     self._backward(found, ahead)
@@ -176,7 +182,7 @@ class TrainStep:
                     ahead.end_backward()
                 elif self._in_backward is not None:
                     self._in_backward.note_sources()
-                self._step()
+                self._step(None if is_first else self._kernels)
             self._accumulated = 0
             if self._in_backward is not None:
                 self._in_backward.end_step()
@@ -220,6 +226,8 @@ class TrainStep:
             return []
         if self._in_backward is None or self._in_backward.is_first:
             return ["the optimizer's step is compiled after the first one, which creates its state"]
+        if self._flat.has_hooks:
+            return ["the optimizer's step is not compiled: hooks run before and after a step"]
         scaled, lines = self._max_norm is not None, []
         for bucket, runs in self._flat.runs_by_bucket().items():
             found = self._flat.kernels_of(runs, self._kernels, scaled)
@@ -246,18 +254,18 @@ class TrainStep:
             loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
         loss.backward()
 
-    def _step(self) -> None:
+    def _step(self, kernels: UpdateKernels | None) -> None:
         scale = None
         if self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            if self._kernels is not None:
+            if kernels is not None:
                 norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
                 self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # kernels take no DTensor
                 scale = (self._max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
             else:
                 self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
-        with self._flat.compiled(self._kernels, scale) if self._flat is not None else contextlib.nullcontext():
+        with self._flat.compiled(kernels, scale) if self._flat is not None else contextlib.nullcontext():
             self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()

@@ -17,6 +17,7 @@ from .version import TORCH_VERSION
 
 __all__ = [
     "InductorBucket",
+    "compile_kernel",
     "compile_with_inductor",
     "graph_pass",
     "inductor_collective",
@@ -147,7 +148,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 
     # Torch 2.11 has no separate class for these passes.
     base = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-    return _identified(base, run, lambda: f"mfsdp_compile {run.__name__} 9")  # change the number when a pass changes
+    return _identified(base, run, lambda: f"mfsdp_compile {run.__name__} 8")  # change the number when a pass changes
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
@@ -177,7 +178,6 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
             if (source := computes.get(owner)) is not None and source is not node:
                 follow(node, source)
         is_link = isinstance(node.node, (ir._CollectiveKernel, ir.InvokeSubgraph))  # a wait is one of the former
-        is_link |= _may_start_a_collective(node.node)
         if before is not None and (is_link or not node.unmet_dependencies):
             follow(node, before)
         if is_link:
@@ -186,11 +186,6 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
             if (source := computes.get(dep.name)) is not None:
                 node.ancestors |= source.get_operation_names() | source.ancestors
     return nodes
-
-
-def _may_start_a_collective(node: Any) -> bool:
-    """Whether a node is ``mfsdp::deliver``, by which an optimizer may step over a bucket and start to gather it."""
-    return str(getattr(node, "op_overload", "")).startswith("mfsdp.deliver")
 
 
 def _memory_first(nodes: list[Any], computes: dict[str, Any]) -> list[Any]:
@@ -308,6 +303,17 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: di
     calls = _calls_graphs(gm)
     with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls):
         return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def compile_kernel(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a graph of tensors without gradients that make_fx has traced.
+
+    AOTAutograd's cache cannot pickle some of them, and warns. Inductor's own can.
+    """
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_with_inductor(gm, inputs, patches)
 
 
 def _calls_graphs(gm: fx.GraphModule) -> bool:

@@ -44,7 +44,6 @@ from ..plan.precision import Policies
 from ..ranks.agreement import agree
 from ..ranks.coordinator import BegunGraph, Coordinator
 from ..ranks.journal import journal
-from ..ranks.profiling import interjecting
 from ..ranks.watchdog import watchdog
 from ..schedule.schedule import Schedule
 from ..step import checks as step_checks
@@ -399,23 +398,9 @@ class ShardedModel:
             self.quantized.refresh(self.coordinator)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and (bucket.topology.releases_resident or bucket.quantized is not None)):
-                self._start_refresh(bucket)
-
-    def _start_refresh(self, bucket: Bucket) -> None:
-        for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
-            self.coordinator.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
-        bucket.start_refresh()
-
-    def refresh_in_backward(self, bucket: Bucket) -> None:
-        """Start gathering the resident of a bucket that a compiled backward has stepped over and does not read again.
-
-        The gather runs during the rest of the backward. One over two groups would wait for the first of them there.
-        """
-        topology = bucket.topology
-        if len(topology.resident_groups) == 1 and not topology.releases_resident and bucket.quantized is None:
-            with interjecting(topology.resident_groups[0].name):
-                self._start_refresh(bucket)
-            torch.autograd.graph.increment_version(bucket.hold_resident())  # eager code may have saved a view of it
+                for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
+                    self.coordinator.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
+                bucket.start_refresh()
 
     def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters and their whole tensors, bucket by bucket; ignored ones come last: copies of what this rank
@@ -438,11 +423,10 @@ class ShardedModel:
             if among is None or id(param) in among:
                 yield param, param.detach().clone()
 
-    def await_gathers(self, but: Collection[Bucket] = ()) -> None:
-        """Wait for the gathers that :meth:`refresh` has started, except for those of some buckets."""
+    def await_gathers(self) -> None:
+        """Wait for the gathers that :meth:`refresh` has started."""
         for bucket in self.buckets:
-            if bucket not in but:
-                bucket.await_gather()
+            bucket.await_gather()
 
     def let_go(self) -> None:
         """Release residents that stay gathered only within a step."""

@@ -155,10 +155,9 @@ def extend(
         if sync_grad_before_optimizer_step:
             for owner in owners:
                 owner.grad_sync.finish_if_needed()
-        stepped = over.stepped if isinstance(over, FlatStep) else ()
         for owner in owners:
             owner.grad_sync.before_step(owner.shared_buffers)
-            owner.await_gathers(stepped)  # another optimizer's step may have started gathers
+            owner.await_gathers()  # another optimizer's step may have started gathers
         try:
             for owner in owners:
                 owner.step_tracker.begin(self)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .. import compat
 from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
@@ -66,18 +67,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self.memory = self.flat.detach()
-        self._found: tuple[tuple[Any, ...], UpdateKernel | str] = ((), "")
-
-    def kernel_of(self, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
-        """Return the compiled step of the run, or why it has none."""
-        if self.bucket.plan.decoupled:
-            return "its gradients are decoupled_grad"
-        if self.bucket.plan.keeps_memory:
-            return "a CUDA graph would repeat the numbers that Python computes for a kernel (cuda_graph_mode)"
-        key = kernels, scaled, kernels.constants_of(self.group), *map(id, self.state.values())
-        if self._found[0] != key:
-            self._found = key, kernels.find(self.memory, self.group, self.state, scaled)
-        return self._found[1]
 
     def part_of(self, gradient: Tensor) -> Tensor:
         """Return the run's part of its bucket's gradient, ``[shard_numel]``."""
@@ -126,6 +115,8 @@ class FlatStep:
         """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
         self._kernels: UpdateKernels | None = None
         self._scale: Tensor | None = None
+        wrapper = vars(optimizer).get("step")  # schedulers of torch only count calls
+        self._is_wrapped = wrapper is not None and wrapper.__module__ != "torch.optim.lr_scheduler"
         vars(optimizer)[_FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
@@ -145,6 +136,11 @@ class FlatStep:
             result = step()
         return result if closure is None else loss
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something runs before or after a step that may look at what the step reads or writes."""
+        return compat.has_step_hooks(self._optimizer) or self._is_wrapped
+
     @contextlib.contextmanager
     def compiled(self, kernels: UpdateKernels | None, scale: Tensor | None = None) -> Iterator[None]:
         """Context in which steps run ``kernels``, if there are any, where they can.
@@ -152,7 +148,9 @@ class FlatStep:
         Args:
             scale: What gradients are multiplied by, a 0-dimensional tensor on their device. None: nothing.
         """
-        self._kernels, self._scale = kernels, scale
+        if kernels is not None:
+            kernels.begin_step()
+        self._kernels, self._scale = None if self.has_hooks else kernels, scale
         try:
             yield
         finally:
@@ -160,10 +158,16 @@ class FlatStep:
 
     def kernels_of(self, runs: Iterable[Run], kernels: UpdateKernels, scaled: bool = False) -> list[UpdateKernel | str]:
         """Return the compiled step of each run, or why it has none."""
-        return [
-            run.kernel_of(kernels, scaled) if self._collect_state(run) else "its parameters have different state"
-            for run in runs
-        ]
+        return [self._kernel_of(run, kernels, scaled) for run in runs]
+
+    def _kernel_of(self, run: Run, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
+        if run.bucket.plan.decoupled:
+            return "its gradients are decoupled_grad"
+        if run.bucket.plan.keeps_memory:
+            return "a CUDA graph would repeat the numbers that Python computes for a kernel (cuda_graph_mode)"
+        if not self._collect_state(run):
+            return "its parameters have different state"
+        return kernels.find(run.memory, run.group, run.state, scaled)
 
     def kernels_of_all(self, runs: Sequence[Run], kernels: UpdateKernels | None) -> Sequence[UpdateKernel]:
         """Return the compiled steps of a bucket's runs; empty if one of them has none."""
@@ -201,7 +205,7 @@ class FlatStep:
         if kernels:
             self.stepped.add(runs[0].bucket)
             for run, kernel in zip(runs, kernels, strict=True):
-                _step_compiled(kernel, run, gradient)
+                self._run_kernel(kernel, run, gradient)
             return True
         optimizer = self._optimizer
         if not all(self._collect_state(run) for run in runs):
@@ -274,7 +278,7 @@ class FlatStep:
             return False
         (kernel,) = self.kernels_of([run], self._kernels, self._scale is not None)
         if isinstance(kernel, UpdateKernel):
-            _step_compiled(kernel, run, gradient, self._scale)
+            self._run_kernel(kernel, run, gradient, self._scale)
         return isinstance(kernel, UpdateKernel)
 
     @torch.no_grad()
@@ -328,8 +332,21 @@ class FlatStep:
         state = self._optimizer.state
         if run.flat in state:
             run.state = state.pop(run.flat)
+        self._show_state(run)
+
+    def _run_kernel(self, kernel: UpdateKernel, run: Run, gradient: Tensor, scale: Tensor | None = None) -> None:
+        """Step over a run with the gradient of its bucket, ``[shard_numel]``."""
+        if scale is not None:
+            scale = scale.to(run.memory.device, torch.float32)
+        kernel(run.memory, run.part_of(gradient), scale, run.group.get("lr", 0.0), run.state)
+        _note_write(run)
+        self._show_state(run)
+
+    def _show_state(self, run: Run) -> None:
+        """Let the optimizer's state by parameter be views of the run's."""
         if run.sources and _same_objects(run.sources, run.state):
             return
+        state = self._optimizer.state
         run.shown = [{} for _ in run.params]
         for key, value in run.state.items():
             if run.is_of_its_shape(value):
@@ -361,12 +378,6 @@ class FlatStep:
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
-
-
-def _step_compiled(kernel: UpdateKernel, run: Run, gradient: Tensor, scale: Tensor | None = None) -> None:
-    """Step over a run with the gradient of its bucket, ``[shard_numel]``."""
-    kernel(run.memory, run.part_of(gradient), scale, run.group["lr"], run.state)
-    _note_write(run)
 
 
 def _note_write(run: Run) -> None:

@@ -54,7 +54,6 @@ class BucketStep:
     Args:
         flat: Steps the optimizer over runs.
         bucket: The bucket.
-        owner: Its model.
         runs: Its runs.
         step: The optimizer's own step, without hooks.
         kernels: The compiled steps of the runs; empty: ``step`` runs.
@@ -65,7 +64,6 @@ class BucketStep:
 
     flat: FlatStep
     bucket: Bucket
-    owner: OptimizedModel
     runs: Sequence[Run]
     step: Callable[[torch.optim.Optimizer], Any]
     kernels: Sequence[UpdateKernel] = ()
@@ -82,10 +80,7 @@ class BucketStep:
             return False
         if (bucket.is_used_at_rest and not in_graph) or compat.backward_id() != self.backward:
             return False
-        is_stepped = self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step, self.kernels)
-        if is_stepped and in_graph:
-            self.owner.refresh_in_backward(bucket)
-        return is_stepped
+        return self.flat.step_bucket(self.runs, gradients.shown(bucket, total), self.step, self.kernels)
 
 
 class StepInBackward:
@@ -158,9 +153,10 @@ class StepInBackward:
         Args:
             kernels: Do the steps, where they can. None: the optimizer does.
         """
-        owners = {bucket: owner for owner in self._owners for bucket in owner.buckets}
+        if kernels is not None:
+            kernels.begin_step()
         self._steps = [
-            BucketStep(self._flat, bucket, owners[bucket], runs, self._step, self._flat.kernels_of_all(runs, kernels))
+            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of_all(runs, kernels))
             for bucket, runs, why in self._trained()
             if not why
         ]

@@ -62,11 +62,8 @@ class OptimizedModel(Protocol):
     def refresh(self, ahead: bool = False) -> None:
         """Start gathering stale residents, possibly ahead of the forward that uses them."""
 
-    def refresh_in_backward(self, bucket: Bucket) -> None:
-        """Start gathering the resident of a bucket that a compiled backward has stepped over."""
-
-    def await_gathers(self, but: Collection[Bucket] = ()) -> None:
-        """Wait for the gathers that :meth:`refresh` has started, except for those of some buckets."""
+    def await_gathers(self) -> None:
+        """Wait for the gathers that :meth:`refresh` has started."""
 
     def zero_gradients(self, set_to_none: bool, kept: Collection[int] | None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``."""

@@ -11,12 +11,19 @@ The trace is of the plain form of the step (``foreach=False, fused=False``). Its
 ``optimizer.step()``, up to the rounding of a kernel that keeps intermediate values in registers. The state stays where
 it is: the kernel writes to the optimizer's own tensors.
 
+A trace does not see everything that a step may depend on. Therefore whatever a step might read besides parameter,
+gradient and state is part of the key of its kernel or refused, and each kernel is tried on small tensors beside the
+optimizer's own step before it is used. What is refused, the optimizer steps by itself.
+
 torch.compile traces optimizers likewise (https://pytorch.org/tutorials/recipes/compiling_optimizer.html), with the
 numbers computed in float32 tensors on the device. Here Python computes them, as in a step that is not compiled.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -30,9 +37,17 @@ from .. import compat
 
 _LENGTH = 1 << 20
 """Length of the tensors that a step is traced with. The kernel takes any; the compiler tunes it for such a length."""
+_TRIED = 1000
+"""Length of the tensors that a kernel is tried with."""
 _MOST = 3
 """With how many settings a group's step is compiled. If they change more often, it is no longer compiled."""
-_NO_CONSTANTS = frozenset({"params", "param_names", "lr", "initial_lr"})
+_CHANGING = frozenset({"params", "param_names", "lr", "initial_lr"})
+"""What a parameter group has besides the settings that a trace holds as constants."""
+_OF_ALL = frozenset({"defaults", "state", "param_groups", "_opt_called"})
+"""Attributes of all optimizers, which their steps do not read or which are looked at elsewhere."""
+
+_RATES = itertools.count(1)
+"""Learning rates of groups whose parameters are not stepped."""
 
 Step = Callable[[torch.optim.Optimizer], Any]
 aten = torch.ops.aten
@@ -69,8 +84,8 @@ class UpdateKernel:
         Args:
             flat: Parameters, ``[numel]``.
             gradient: Their gradient, ``[numel]``.
-            scale: What the gradient is multiplied by, a 0-dimensional tensor on the same device. None: nothing, if the
-                kernel was compiled without.
+            scale: What the gradient is multiplied by, 0-dimensional, in float32 on the same device. None: nothing, if
+                the kernel was compiled without.
             lr: The learning rate.
             state: The optimizer's state for ``flat``.
         """
@@ -80,8 +95,8 @@ class UpdateKernel:
             for counter, value in zip(counters, self._counted, strict=True):
                 counter.fill_(value)
         else:
-            numbers = self._numbers(torch.tensor(found[0], dtype=torch.float64), *counters)
-            self._given = torch.tensor(numbers, dtype=torch.float32).unbind() if numbers else ()
+            numbers = self._numbers(torch.tensor(found[0], dtype=torch.float64, device="cpu"), *counters)
+            self._given = torch.tensor(numbers, dtype=torch.float32, device="cpu").unbind() if numbers else ()
             self._last, self._counted = found, [counter.item() for counter in counters]
         scales = () if scale is None else (scale,)
         self._kernel(flat.numel(), flat, gradient, *scales, *(state[name] for name in self._tensors), *self._given)
@@ -91,16 +106,32 @@ class UpdateKernels:
     """The compiled steps of one optimizer.
 
     Args:
-        optimizer: Its settings and class are read; it is not changed.
+        optimizer: Its class, attributes and groups are read.
         step: The optimizer's own step, without hooks.
         settings: Settings of Inductor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Step, settings: Mapping[str, Any]) -> None:
-        self._optimizer, self._step = optimizer, step
+        self._reference, self._step = weakref.ref(optimizer), step
         self._settings = {"size_asserts": False, **settings}  # sizes are known, and looking costs a quarter of a call
         self._kernels: dict[tuple[Any, ...], UpdateKernel | str] = {}
-        self._constants: dict[int, list[tuple[dict[str, Any], str]]] = {}  # of each group, the last ones last
+        self._seen: dict[int, set[str]] = {}
+        self._now: dict[int, str] = {}
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def count(self) -> int:
+        """How many kernels there are."""
+        return sum(isinstance(kernel, UpdateKernel) for kernel in self._kernels.values())
+
+    def begin_step(self) -> None:
+        """Read settings and attributes again."""
+        self._now.clear()
 
     def find(
         self, flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], scaled: bool
@@ -113,50 +144,48 @@ class UpdateKernels:
             state: The optimizer's state for ``flat``, after a first step.
             scaled: Whether gradients are multiplied by a tensor first.
         """
-        constants = self.constants_of(group)
-        if why := _refused(flat, group, state) or ("" if constants else _SETTINGS_CHANGE):
+        if why := _refused(flat, group, state):
             return why
         kinds = tuple((name, value.dtype, value.device, value.ndim) for name, value in state.items())
-        key = flat.dtype, flat.device, scaled, kinds, constants
+        try:
+            key = flat.dtype, flat.device, scaled, kinds, self._constants_of(group)
+        except CannotCompile as error:
+            return str(error)
         if key not in self._kernels:
             try:
                 self._kernels[key] = self._compile(flat, group, state, scaled)
-            except CannotCompile as why:
-                self._kernels[key] = str(why)
+            except CannotCompile as error:
+                self._kernels[key] = str(error)
         return self._kernels[key]
 
-    @property
-    def count(self) -> int:
-        """How many kernels there are."""
-        return sum(isinstance(kernel, UpdateKernel) for kernel in self._kernels.values())
-
-    def constants_of(self, group: Mapping[str, Any]) -> str:
-        """Return the settings of a group that a trace holds as constants; empty if they change too often."""
-        known = self._constants.setdefault(id(group), [])
-        if known and all(group.get(name) is value for name, value in known[-1][0].items()):
-            return known[-1][1]
-        found = {name: value for name, value in group.items() if name not in _NO_CONSTANTS}
-        text = repr(sorted(found.items()))
-        before = [each for each in known if each[1] != text]
-        self._constants[id(group)] = [*before, (found, text)]
-        return text if len(before) < _MOST else ""
+    def _constants_of(self, group: Mapping[str, Any]) -> str:
+        """Return what a trace over parameters of a group holds as constants, as text."""
+        if (text := self._now.get(id(group))) is None:
+            optimizer = self._optimizer
+            constants = [_plain_settings(group)]
+            if not type(optimizer).__module__.startswith("torch.optim."):  # those read nothing else
+                constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
+            text = self._now[id(group)] = repr(constants)
+        seen = self._seen.setdefault(id(group), set())
+        if len(seen) <= _MOST:
+            seen.add(text)
+        if len(seen) > _MOST:
+            raise CannotCompile("settings of its parameter group, other than the learning rate, keep changing")
+        return text
 
     @torch.no_grad()
-    def _compile(
-        self,
-        flat: Tensor,
-        group: Mapping[str, Any],
-        state: Mapping[str, Any],
-        scaled: bool,
-    ) -> UpdateKernel:
+    def _compile(self, flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], scaled: bool) -> UpdateKernel:
         counters = tuple(name for name, value in state.items() if _is_counter(value))
         tensors = tuple(name for name in state if name not in counters)
-        given = [torch.empty(()), *(_like(state[name]) for name in counters)]
-        elements = [_like(flat), _like(flat), *[torch.empty((), device=flat.device)] * scaled]
-        elements += [_like(state[name]) for name in tensors]
-        settings = dict(group)
-        settings |= {name: False for name in ("foreach", "fused") if name in settings}
-        if "capturable" in settings:  # otherwise the host would read counters that are on the device
+        given = [_number(), *(_like(state[name]) for name in counters)]
+        elements = [
+            _like(flat),
+            _like(flat),
+            *[_number(flat.device)] * scaled,
+            *(_like(state[name]) for name in tensors),
+        ]
+        settings = {name: False for name in ("foreach", "fused") if name in group}
+        if "capturable" in group:  # otherwise the host would read counters that are on the device
             settings["capturable"] = any(state[name].ndim == 0 for name in tensors)
 
         def run(lr: Tensor, *values: Tensor) -> None:
@@ -164,51 +193,142 @@ class UpdateKernels:
             if scaled:
                 gradient = gradient * rest.pop(0)
             held = dict(zip((*counters, *tensors), (*counted, *rest), strict=True))
-            param.grad = gradient
-            self._step_twin({**settings, "lr": lr.item(), "params": [param]}, {name: held[name] for name in state})
+            changed = settings | ({"lr": lr.item()} if "lr" in group else {})
+            param.requires_grad_().grad = gradient
+            self._step_twin(group, changed, param, {name: held[name] for name in state})
 
         numbers, kernel = _split(_trace(run, *given, *elements), len(given))
-        elements += [torch.empty(()) for _ in _inputs(kernel)[len(elements) :]]
+        elements += [_number() for _ in _inputs(kernel)[len(elements) :]]
         # Traced again, because AOTAutograd refuses graphs with fake tensors of which a number was read.
         kernel = _trace(kernel, *elements)
         inputs = [node.meta["val"] for node in _inputs(kernel)]
         with kernel.graph.inserting_before(_inputs(kernel)[0]):
             kernel.graph.placeholder("numel")
         kernel.recompile()
-        compiled = compat.compile_with_inductor(kernel, [inputs[0].numel(), *inputs], self._settings)
-        return UpdateKernel(numbers.forward, compiled, counters, tensors)
+        compiled = compat.compile_kernel(kernel, [inputs[0].numel(), *inputs], self._settings)
+        found = UpdateKernel(numbers.forward, compiled, counters, tensors)
+        self._try(found, flat, group, state, scaled)
+        return found
 
-    def _step_twin(self, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Step over one parameter, by a copy of the optimizer.
+    def _step_twin(
+        self, group: Mapping[str, Any], changed: Mapping[str, Any], param: Tensor, state: Mapping[str, Any]
+    ) -> None:
+        """Step over one parameter by a copy of the optimizer, which has copies of all groups.
+
+        Args:
+            group: The parameter's group.
+            changed: Other settings for it.
+            state: The parameter's state.
 
         Raises:
             CannotCompile: The step does something else than to write to the parameter and its state.
         """
-        twin: Any = object.__new__(type(self._optimizer))
-        (param,) = group["params"]
-        vars(twin).update(vars(self._optimizer), param_groups=[group], state=defaultdict(dict, {param: dict(state)}))
-        owned, given = dict(vars(twin)), dict(group)
+        optimizer = self._optimizer
+        twin: Any = object.__new__(type(optimizer))
+        others = {"params": [], "lr": next(_RATES)}  # a step that reads them was traced with another number
+        groups = [
+            _copy(each) | (dict(changed) | {"params": [param]} if each is group else others)
+            for each in optimizer.param_groups
+        ]
+        attributes = {name: value if name in _OF_ALL else _copy(value) for name, value in vars(optimizer).items()}
+        held: dict[Tensor, dict[str, Any]] = defaultdict(dict, {param: dict(state)})
+        vars(twin).update(attributes, param_groups=groups, state=held)
+        before = _plain_attributes(twin), [_without_params(each) for each in groups]
         self._step(twin)
         param.grad = None
-        for what, now, before in (
-            ("in itself", vars(twin), owned),
-            ("in its groups", group, given),
-            ("in other tensors of its state", twin.state[param], state),
-        ):
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
-                raise CannotCompile(f"the optimizer keeps something {what}")
+        if (_plain_attributes(twin), [_without_params(each) for each in groups]) != before:
+            raise CannotCompile("the optimizer keeps something outside of its state")
+        if held.keys() - {param}:
+            raise CannotCompile("the optimizer keeps state that belongs to no parameter")
+        now = held[param]
+        if now.keys() != state.keys() or any(now[name] is not state[name] for name in state):
+            raise CannotCompile("the optimizer puts other tensors into its state")
+
+    def _try(
+        self, kernel: UpdateKernel, flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], scaled: bool
+    ) -> None:
+        """Compare steps by the kernel with the optimizer's own, over small tensors.
+
+        Raises:
+            CannotCompile: They differ.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(dtype: torch.dtype) -> Tensor:
+            drawn = torch.randn(_TRIED, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(flat.device, dtype)
+
+        devices = [flat.device] if flat.device.type == "cuda" else []
+        param = draw(flat.dtype).requires_grad_()
+        own = {name: draw(value.dtype).abs() if value.ndim else value.clone() for name, value in state.items()}
+        begun, mine = param.detach().clone(), param.detach().clone()
+        held = {name: value.clone() for name, value in own.items()}
+        scale = torch.tensor(0.7, dtype=torch.float32, device=flat.device) if scaled else None
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            for lr in (1e-2, 3e-3):
+                gradient = draw(flat.dtype)
+                param.grad = gradient if scale is None else gradient * scale
+                self._step_twin(group, {"lr": lr} if "lr" in group else {}, param, own)
+                kernel(mine, gradient, scale, lr, held)
+        moved = _largest(param.detach() - begun)
+        for right, got in ((param.detach(), mine), *((own[name], held[name]) for name in own)):
+            # Two steps, each rounded otherwise: some units in the last place, of the largest value and of what changed.
+            eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0
+            allowed = 30 * eps * _largest(right) + 1e-3 * moved * (right.shape == mine.shape)
+            if not (right.isnan().equal(got.isnan()) and _largest(right - got) <= allowed):
+                raise CannotCompile("compiled, its step differs from the optimizer's: it depends on something else")
 
 
-_SETTINGS_CHANGE = "settings of its parameter group, other than the learning rate, keep changing"
+def _largest(value: Tensor) -> float:
+    return value.nan_to_num(0.0).abs().max().item()  # the root of a variance is NaN for some random state
+
+
+def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = sorted((name, value) for name, value in group.items() if name not in _CHANGING)
+    for name, value in found:
+        if not _is_plain(value):
+            raise CannotCompile(f"its setting {name!r} is a {type(value).__name__}")
+    return found
+
+
+def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an optimizer that its step may read, copied."""
+    found = []
+    for name, value in vars(optimizer).items():
+        replaces_method = hasattr(torch.optim.Optimizer, name)
+        if name in _OF_ALL or replaces_method or name.endswith("_hooks") or "mfsdp" in name:
+            continue
+        if not _is_plain(value):
+            raise CannotCompile(f"its attribute {name!r} is a {type(value).__name__}")
+        found.append((name, copy.deepcopy(value)))
+    return sorted(found)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device))
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name not in _CHANGING}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: each if name in _CHANGING else _copy(each) for name, each in value.items()}
+    return copy.deepcopy(value) if _is_plain(value) else value
 
 
 def _refused(flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return why a step is not traced; "": it may be."""
     if flat.dtype == torch.float64 or flat.dtype.is_complex:
         return f"its parameters are in {flat.dtype}, and numbers for kernels in torch.float32"
-    for name, value in group.items():
-        if isinstance(value, Tensor) and (name != "lr" or not _is_counter(value)):
-            return f"its setting {name!r} is a tensor"
+    lr = group.get("lr", 0.0)
+    if not isinstance(lr, (int, float)) and not (isinstance(lr, Tensor) and _is_counter(lr)):
+        return f"its learning rate is a {type(lr).__name__} that is not in host memory"
     for name, value in state.items():
         if type(value) is not Tensor:
             return f"its state {name!r} is a {type(value).__name__}, and not a tensor"
@@ -230,6 +350,10 @@ def _like(value: Tensor) -> Tensor:
     return torch.empty((_LENGTH,) * value.ndim, dtype=value.dtype, device=value.device)
 
 
+def _number(device: torch.device | str = "cpu") -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=device)
+
+
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -246,13 +370,19 @@ def _trace(run: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
     except Exception as error:  # whatever an optimizer does that a trace cannot follow, such as a branch on values
         reason = str(error).split("\n")[0].split(" (unhinted")[0]
         raise CannotCompile(f"its step cannot be traced: {type(error).__name__}: {reason}") from None
+    values = (node.meta.get("val") for node in _inputs(graph))
+    if any(value.fake_mode.shape_env.guards for value in values if isinstance(value, Tensor)):  # type: ignore[attr-defined]
+        raise CannotCompile("its step depends on the number of elements")
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     return graph
 
 
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def _has_effects(node: fx.Node) -> bool:
-    writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    return writes or node.op in ("placeholder", "output")
+    return _writes(node) or node.op in ("placeholder", "output")
 
 
 def _inputs(graph: fx.GraphModule) -> Sequence[fx.Node]:
@@ -271,23 +401,42 @@ def _split(traced: fx.GraphModule, given: int) -> tuple[fx.GraphModule, fx.Graph
     inputs = _inputs(traced)
     on_host, kernel = fx.Graph(), fx.Graph()
     host = {node: on_host.node_copy(node) for node in inputs[:given]}
-    body = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
-    for node in body:
+    copies = {node: kernel.node_copy(node) for node in inputs[given:]}
+    read: list[fx.Node] = []  # numbers for the kernel
+    fresh: dict[fx.Node, fx.Node] = {}  # the kernel's input with the value that a number has now
+    taken: list[fx.Node] = []
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
         if _is_number(node.meta.get("val")) and host.keys() >= set(node.all_input_nodes):
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise CannotCompile(f"{node.target} draws a random number")
             host[node] = on_host.node_copy(node, host.__getitem__)
-    rest = [node for node in body if node not in host]
-    read = list(dict.fromkeys(used for node in rest for used in node.all_input_nodes if used in host))
-    on_host.output([host[node] for node in read])
-
-    copies = {node: kernel.node_copy(node) for node in inputs[given:]} | {n: kernel.placeholder(n.name) for n in read}
-    for node in rest:
-        copies[node] = _copied(node, kernel, copies, read)
+            continue
+        for number in node.all_input_nodes:
+            if number in host and number not in fresh:
+                value = host[number]
+                if isinstance(number.meta.get("val"), Tensor):
+                    value = on_host.call_function(aten._local_scalar_dense.default, (value,))
+                read.append(value)
+                with kernel.inserting_after(taken[-1] if taken else copies[inputs[-1]]):
+                    taken.append(kernel.placeholder(f"number_{len(read)}"))
+                fresh[number] = taken[-1]
+        copies[node] = _copied(node, kernel, copies | fresh, fresh.values())
+    on_host.output(read)
     kernel.output(())
     return fx.GraphModule(traced, on_host), fx.GraphModule(traced, kernel)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymBool)) or (isinstance(value, Tensor) and _is_counter(value))
+
+
+_SCALED = tuple(
+    getattr(aten, name).default if name.startswith("addc") else getattr(aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "addcmul", "addcmul_", "addcdiv", "addcdiv_")
+)
+"""Operators that multiply their second argument by ``alpha`` or ``value``."""
 
 
 def _copied(
@@ -297,13 +446,13 @@ def _copied(
     args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     kwargs = dict(kwargs)
     for name in {"alpha", "value"} & kwargs.keys():  # x + alpha * y, x + value * y / z
-        if node.kwargs[name] in numbers:
+        if kwargs[name] in numbers and node.target in _SCALED:
             args = (args[0], kernel.call_function(aten.mul.Tensor, (args[1], kwargs.pop(name))), *args[2:])
-    kinds = {a.name: str(a.type) for a in node.target._schema.arguments} if isinstance(node.target, OpOverload) else {}
-    left = {**dict(zip(kinds, args, strict=False)), **kwargs}
-    taken = {copies[number] for number in numbers}
-    if node.target is aten._local_scalar_dense.default or any(
-        value in taken and kinds[name] != "Tensor" for name, value in left.items() if isinstance(value, fx.Node)
-    ):
-        raise CannotCompile(f"{node.target} takes or gives a number that changes from step to step")
+    kinds = {a.name: a for a in node.target._schema.arguments} if isinstance(node.target, OpOverload) else {}
+    for name, value in {**dict(zip(kinds, args, strict=False)), **kwargs}.items():
+        is_number = isinstance(value, fx.Node) and value in numbers
+        if is_number and (str(kinds[name].type) != "Tensor" or kinds[name].alias_info is not None):
+            raise CannotCompile(f"{node.target} takes or changes a number that is not the same in each step")
+    if node.target is aten._local_scalar_dense.default:
+        raise CannotCompile("it reads a number from the device")
     return kernel.create_node(node.op, node.target, args, kwargs, node.name)

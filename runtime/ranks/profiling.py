@@ -109,16 +109,6 @@ def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interjecting(group: str) -> Iterator[None]:
-    """Context of one collective over ``group`` that a compiled graph, while it runs, starts besides its own."""
-    rest = _thread.launches
-    try:
-        yield
-    finally:
-        _thread.launches = deque(launch._replace(number=launch.number + (launch.group == group)) for launch in rest)
-
-
-@contextlib.contextmanager
 def exchanging_slices() -> Iterator[None]:
     """Context in which an all-to-all is a stage of a reduction."""
     _thread.exchanges_slices = True

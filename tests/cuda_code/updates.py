@@ -126,6 +126,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     update_kernel._LENGTH = NUMEL  # type: ignore[misc]
     update_kernel._refused = lambda *_: ""  # fake tensors have no addresses
+    UpdateKernels._try = lambda *_: None  # type: ignore[method-assign, misc]  # and cannot be computed with
     interpreter.install()
     print(json.dumps({name: row(make) for name, make in OPTIMIZERS.items()}), file=results, flush=True)
 

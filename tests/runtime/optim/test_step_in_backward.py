@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -30,7 +29,6 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.optim.trial import counts_calls
-from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 
@@ -582,39 +580,9 @@ def test_gradients_are_gone_when_they_were_used(mode: str) -> None:
     assert max(alive) == 0
 
 
-@pytest.mark.long_unless("4-optim-aot_eager")
-@pytest.mark.parametrize("mode", [AOT_EAGER, INDUCTOR])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "HSDP optim_grads", "HFSDP"])
-@on_ranks(4)
-def test_parameters_that_stay_are_gathered_in_backward(strategy: str, mode: str) -> None:
-    """Each gather starts when its bucket has been stepped, and is named and numbered as the group counts it."""
-    launched: list[profiling.Launch] = []
-
-    def listen(launch: profiling.Launch) -> None:
-        assert launch.number == compat.collectives_started(compat.process_group(launch.group)) + 1, launch
-        launched.append(launch)
-
-    trained = Trained("compile_step", mode, steps=3, **mesh_arguments(strategy))
-    names = [bucket.plan.name for bucket in trained.model.sharded.buckets]
-    with profiling.listening(listen):
-        trained.train(parity.batches(2, shape=(3, 8)))
-    order = [launch.what for launch in launched]
-    stays = [what for what in order if what.endswith("to keep")]
-    assert Counter(stays) == {f"gather {name}, to keep": 2 for name in names}
-    for name in names:  # reductions of later buckets follow, and nothing is gathered by the optimizer or the forward
-        gathered = order.index(f"gather {name}, to keep")
-        reduced = max(i for i, what in enumerate(order[:gathered]) if what.startswith(f"reduce {name}"))
-        assert gathered - reduced <= 4, order
-    assert order.index(stays[0]) < order.index(f"reduce {names[0]}")
-    written_out = Trained("written out", mode, steps=3, **mesh_arguments(strategy))
-    written_out.train(parity.batches(2, shape=(3, 8)))
-    for name, value in written_out.tensors.items():
-        assert torch.equal(trained.tensors[name], value), name
-
-
 @on_ranks(2)
 def test_a_forward_after_a_change_gathers_again() -> None:
-    """What a backward has gathered early is not used if the program changes parameters, or evaluates in between."""
+    """What a step has gathered early is not used if the program changes parameters."""
     changed = []
     for how in ("written out", "compile_step"):
         trained = Trained(how, AOT_EAGER, steps=2, zero_dp_strategy=1)

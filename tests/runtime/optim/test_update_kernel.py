@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import torch
@@ -14,9 +16,10 @@ from pool import on_ranks
 from test_step_in_backward import OPTIMIZERS, Lion, Trained
 from torch import Tensor, nn
 
-from mfsdp_compile import compile_step, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.optim.update_kernel import UpdateKernel, UpdateKernels
 
 # -- one tensor -------------------------------------------------------------------------------------------------------
@@ -84,6 +87,82 @@ class Powers(Lion):
         super().step()
 
 
+def custom(one: Callable[[Any, Any, Tensor, dict[str, Any]], None], **attributes: Any) -> Optim:
+    class Made(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1, "list": [1.0], "dict": {"n": 1.0}})
+            vars(self).update(attributes)
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    one(self, group, param, self.state[param])
+
+    return Made
+
+
+def _global_state(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    whole = self.state["global"]
+    whole["step"] = whole.get("step", 0) + 1
+    param.sub_(param.grad, alpha=group["lr"] / whole["step"])
+
+
+def _nested(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    group["dict"]["n"] += 1.0
+    param.sub_(param.grad, alpha=group["lr"] / group["dict"]["n"])
+
+
+def _array(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    self.count[0] += 1
+    param.sub_(param.grad, alpha=group["lr"] / float(self.count[0]))
+
+
+def _random(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad, alpha=group["lr"] * torch.rand(()).item())
+
+
+def _reversed(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.copy_(torch.rsub(param.grad, param, alpha=group["lr"]))
+
+
+def _notes_the_norm(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    state.setdefault("norm", torch.zeros(())).copy_(param.grad.abs().max())
+    param.sub_(param.grad, alpha=group["lr"])
+
+
+def _other_group(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad, alpha=self.param_groups[-1]["lr"])
+
+
+def _long_ones(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad, alpha=group["lr"] * (2.0 if param.numel() > 10 else 1.0))
+
+
+_calls: list[int] = []
+
+
+def _counts_elsewhere(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    _calls.append(1)
+    param.sub_(param.grad, alpha=group["lr"] / len(_calls))
+
+
+def _counts_after_use(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    count = state.setdefault("step", torch.ones(()))
+    param.sub_(param.grad * group["lr"] / count)
+    count += 1
+
+
+def _asks_whether_trained(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    if param.requires_grad:
+        param.sub_(param.grad, alpha=group["lr"])
+
+
+def _without_rate(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    group.pop("lr", None)
+    param.sub_(param.grad, alpha=group["list"][0])
+
+
 COMPILED: dict[str, Optim] = {
     **{name: OPTIMIZERS[name] for name in OPTIMIZERS if name not in ("Muon", "CountsInGroups")},
     "maximizes": lambda params: torch.optim.Adam(params, lr=1e-2, maximize=True, foreach=True, weight_decay=0.1),
@@ -94,20 +173,31 @@ COMPILED: dict[str, Optim] = {
     "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.1),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
+    "counts after use": custom(_counts_after_use),
+    "asks whether trained": custom(_asks_whether_trained),
+    "without a rate": custom(_without_rate),
 }
 LEFT: dict[str, tuple[Optim, str]] = {
     "RAdam": (lambda params: torch.optim.RAdam(params, lr=1e-2), "cannot be traced: GuardOnDataDependentSymNode"),
     "ASGD": (lambda params: torch.optim.ASGD(params, lr=1e-2), "cannot be traced: GuardOnDataDependentSymNode"),
-    "itself": (LooksAtItself, "keeps something in itself"),
+    "itself": (LooksAtItself, "keeps something outside of its state"),
     "Python": (CountsInPython, "its state 'step' is a int, and not a tensor"),
     "integers": (CountsInIntegers, "its state 'step' counts in torch.int64"),
-    "replaces": (Replaces, "keeps something in other tensors of its state"),
+    "replaces": (Replaces, "puts other tensors into its state"),
     "warms": (Warms, "cannot be traced: GuardOnDataDependentSymNode"),
-    "powers": (Powers, "aten.clamp_.default takes or gives a number"),
+    "powers": (Powers, "aten.clamp_.default takes or changes a number"),
     "a tensor": (
         lambda params: torch.optim.AdamW(params, weight_decay=torch.tensor(0.1)),
-        "'weight_decay' is a tensor",
+        "'weight_decay' is a Tensor",
     ),
+    "global state": (custom(_global_state), "keeps state that belongs to no parameter"),
+    "nested": (custom(_nested), "keeps something outside of its state"),
+    "array": (custom(_array, count=np.zeros(1)), "its attribute 'count' is a ndarray"),
+    "random": (custom(_random), "aten.rand.default draws a random number"),
+    "reversed": (custom(_reversed), "aten.rsub.Tensor takes or changes a number"),
+    "notes the norm": (custom(_notes_the_norm), "takes or changes a number"),
+    "length": (custom(_long_ones), "depends on the number of elements"),
+    "counts elsewhere": (custom(_counts_elsewhere), "differs from the optimizer's"),
 }
 
 
@@ -149,7 +239,7 @@ def test_numbers_of_the_optimizer(name: str) -> None:
         (param,) = optimizer.param_groups[0]["params"]
         param.grad = gradient[:1].expand(numel).contiguous()
         optimizer.step()
-        kernel(flat, param.grad, torch.ones(()), optimizer.param_groups[0]["lr"], state)
+        kernel(flat, param.grad, torch.ones(()), optimizer.param_groups[0].get("lr", 0.0), state)
         torch.testing.assert_close(flat, param.detach(), rtol=3e-6, atol=3e-6)
 
 
@@ -168,6 +258,53 @@ def test_what_is_left_to_the_optimizer(name: str) -> None:
     assert why in found
     assert seen() == before, "nothing has changed"
     assert params[0].grad is not None
+
+
+def test_another_groups_learning_rate() -> None:
+    """It may change without the group's own."""
+    optimizer, flat, state = stepped(custom(_other_group))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 0.3})
+    assert "differs from the optimizer's" in str(find(optimizer, flat, state))
+
+
+def test_settings_and_attributes_that_change_in_place() -> None:
+    """Kernels of settings and attributes as they are now, whichever way the program changes them."""
+
+    def rate(self: Any, group: Any, param: Tensor, state: Any) -> None:
+        param.sub_(param.grad, alpha=group["list"][0] * self.boost * group.get("late", 1.0))
+
+    optimizer, flat, state = stepped(custom(rate, boost=1.0))
+    kernels = UpdateKernels(optimizer, compat.step_without_hooks(type(optimizer)), {})
+    (group,) = optimizer.param_groups
+
+    def change() -> Iterator[float]:
+        group["list"][0] = 2.0
+        yield 2.0
+        optimizer.boost = 5.0
+        yield 10.0
+        group["late"] = 3.0
+        yield 30.0
+
+    for right in change():
+        kernels.begin_step()
+        kernel = kernels.find(flat, group, state, False)
+        assert isinstance(kernel, UpdateKernel)
+        moved = torch.zeros(1000)
+        kernel(moved, torch.ones(1000), None, 0.0, {})
+        assert moved[0].item() == -right
+
+
+def test_default_dtypes_of_the_program() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        optimizer, flat, state = stepped(OPTIMIZERS["AdamW"])
+        torch.set_default_dtype(dtype)
+        try:
+            kernel = find(optimizer, flat, state, scaled=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert isinstance(kernel, UpdateKernel), kernel
+        kernel(flat, torch.ones(1000), torch.ones(()), 1e-2, state)
+        assert flat.isfinite().all()
 
 
 def test_state_that_a_kernel_cannot_take() -> None:
@@ -207,12 +344,16 @@ def test_settings_that_change() -> None:
     found = []
     for decay in (0.1, 0.2, 0.3, 0.4, 0.5):
         group["weight_decay"] = decay
+        kernels.begin_step()
         found.append(kernels.find(flat, group, state, False))
     assert [isinstance(kernel, UpdateKernel) for kernel in found] == [True] * 3 + [False] * 2
     assert "keep changing" in str(found[-1])
-    others = [{**group, "weight_decay": decay} for decay in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)]
-    assert all(isinstance(kernels.find(flat, other, state, False), UpdateKernel) for other in others)
+    others = [{**group, "params": [nn.Parameter(flat)], "weight_decay": decay} for decay in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    optimizer.param_groups += others
+    for other in others:
+        assert isinstance(kernels.find(flat, other, state, False), UpdateKernel)
     assert kernels.find(flat, others[0], state, False) is found[0]
+    assert "keep changing" in str(kernels.find(flat, group, state, False))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -222,13 +363,13 @@ class Watched:
     """Counts the runs that kernels step over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, step = 0, UpdateKernel.__call__
+        self.count, step = 0, FlatStep._run_kernel
 
-        def counted(kernel: UpdateKernel, *args: Any) -> None:
+        def counted(flat: FlatStep, *args: Any) -> None:
             self.count += 1
-            step(kernel, *args)
+            step(flat, *args)
 
-        monkeypatch.setattr(UpdateKernel, "__call__", counted)
+        monkeypatch.setattr(FlatStep, "_run_kernel", counted)
 
 
 def close(one: Trained, other: Trained) -> None:
@@ -297,41 +438,146 @@ def test_when_steps_are_compiled() -> None:
         kernels(OPTIMIZERS["Muon"], compile_optimizer=True)
 
 
-@on_ranks(2)
-def test_groups_state_and_steps_that_are_written_out() -> None:
-    """Groups with settings of their own, a frozen and an ignored parameter, and state that is loaded in between."""
+class Rarely(nn.Module):
+    """Uses its second block in every other forward."""
 
-    def build() -> tuple[Any, Any, Any]:
-        module = parity.build(zoo.Uneven)
-        next(module.parameters()).requires_grad_(False)
-        model = fully_shard_model(module, fsdp_unit_modules=[zoo.Block])
-        params = [param for param in model.parameters() if param.requires_grad]
-        groups = [{"params": [p for p in params if p.ndim == n], "weight_decay": 0.1 * n} for n in (1, 2)]
-        optimizer = fully_shard_optimizer(torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2), flat=True)
-        return model, optimizer, compile_step(model, optimizer, backend=None, compile_optimizer=True, max_norm=0.5)
+    block = zoo.Block
 
-    def write_out(model: Any, optimizer: Any, batch: Tensor) -> None:
-        model(batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(zoo.Block() for _ in range(2))
+        self.after = nn.Linear(16, 3)
+        self.calls = 0
 
-    data = parity.batches(6, shape=(3, 8))[:, torch.distributed.get_rank()]
-    (model, optimizer, _), (other, other_optimizer, step) = build(), build()
-    for number, batch in enumerate(data):
-        write_out(model, optimizer, batch)
-        if number == 2:
-            write_out(other, other_optimizer, batch)
-        else:
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.blocks[0](x)
+        return self.after(self.blocks[1](x) if self.calls % 2 else x).square().mean()
+
+
+def compared(
+    make: Callable[[list[Any]], torch.optim.Optimizer],
+    between: Callable[[int, Any, torch.optim.Optimizer, Any], None] = lambda *_: None,
+    module: Callable[[], nn.Module] = zoo.Uneven,
+    max_norm: float | None = None,
+    steps: int = 7,
+    tolerance: float = 1e-5,
+    shape: tuple[int, ...] = (3, 8),
+    **sharding: Any,
+) -> Any:
+    """Train with steps that are written out and compiled, and compare parameters and state. Return the second step.
+
+    Args:
+        make: Makes the optimizer over trained parameters.
+        between: Called with the number of a step, the model, the optimizer and its scheduler, after the step.
+    """
+    found = []
+    for compiles in (False, True):
+        whole = parity.build(module)
+        next(whole.parameters()).requires_grad_(False)
+        model = fully_shard_model(whole, fsdp_unit_modules=[zoo.Block], **sharding)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = fully_shard_optimizer(make(trained), flat=True)
+        step = compile_step(model, optimizer, backend=None, compile_optimizer=compiles, max_norm=max_norm)
+        between(-1, model, optimizer, step)
+        for number, batch in enumerate(parity.batches(steps, shape=shape)[:, torch.distributed.get_rank()]):
             step(batch)
+            between(number, model, optimizer, step)
+        tensors = {name: param.to_local().detach().float() for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state.get(param, {}).items():
+                tensors[f"{name}, {key}"] = value.to_local().float() if hasattr(value, "to_local") else value
+        found.append((tensors, step))
+    (right, _), (mine, step) = found
+    assert right.keys() == mine.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(mine[name], value, rtol=10 * tolerance, atol=tolerance, msg=name)
+    return step
+
+
+def by_dimension(params: list[Any]) -> torch.optim.Optimizer:
+    groups = [{"params": [p for p in params if p.ndim == n], "weight_decay": 0.1 * n} for n in (1, 2)]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@on_ranks(2)
+def test_state_that_the_program_changes(max_norm: float | None) -> None:
+    """State that is loaded from a copy, replaced, and of a block that is not always used; in two groups."""
+    saved: dict[int, Any] = {}
+
+    def between(number: int, model: Any, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        if number == 1:
+            saved[id(optimizer)] = copy.deepcopy(optimizer.state_dict())
         if number == 3:
-            other_optimizer.load_state_dict(other_optimizer.state_dict())
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(two.to_local(), one.to_local(), rtol=1e-5, atol=1e-6)
-    for one, two in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
-        assert one.keys() == two.keys()
-        assert one["step"].item() == two["step"].item() == len(data)
-    assert "as 2 kernels" in step.explain()
+            optimizer.load_state_dict(saved[id(optimizer)])
+        if number == 4:
+            for state in optimizer.state.values():
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+    step = compared(by_dimension, between, max_norm=max_norm)
+    assert "as 2 kernels" in step.explain(), step.explain()
+    compared(by_dimension, module=Rarely, max_norm=max_norm, shape=(3, 16))
+
+
+@on_ranks(2)
+def test_schedules_and_hooks() -> None:
+    schedulers: dict[int, Any] = {}
+
+    def schedule(number: int, model: Any, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        if number < 0:
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+        else:
+            schedulers[id(optimizer)].step()
+
+    step = compared(lambda params: torch.optim.AdamW(params, lr=1e-2), schedule)
+    assert "keep changing" in step.explain(), "it changes betas"
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1e-3)
+
+    def hook(number: int, model: Any, optimizer: torch.optim.Optimizer, step: Any) -> None:
+        if number < 0:
+            optimizer.register_step_pre_hook(clip)
+
+    for max_norm in (None, 0.5):
+        step = compared(lambda params: torch.optim.SGD(params, lr=1e-1), hook, max_norm=max_norm)
+        assert "hooks run before and after a step" in step.explain()
+
+
+class Low(zoo.Uneven):
+    """Parameters in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16())
+
+
+@on_ranks(2)
+def test_parameters_in_bfloat16_are_clipped() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=None)
+    step = compared(
+        lambda params: torch.optim.SGD(params, lr=1e-2),
+        max_norm=0.1,
+        module=Low,
+        mixed_precision_policy=policy,
+        tolerance=2e-2,  # seven roundings to bfloat16, of 0.004 each
+        steps=7,
+    )
+    assert "as 1 kernel" in step.explain()
+
+
+@on_ranks(2)
+def test_scaled_losses_of_a_fused_optimizer() -> None:
+    """A scaler lets a fused step unscale gradients itself."""
+    model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules=[zoo.Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="leaves gradients as they are for a fused optimizer"):
+        compile_step(model, optimizer, scaler=scaler, compile_optimizer=True)
 
 
 class Decoupled(torch.optim.Optimizer):
@@ -374,4 +620,4 @@ def test_a_step_that_cannot_be_compiled() -> None:
         one, other, count = train(EAGER, optimizer="RAdam", max_norm=max_norm)
         assert count == 0
         close(one, other)
-        assert "not compiled; its step cannot be traced" in other.step.explain()
+        assert "not compiled; its step cannot be traced" in other.step.explain(), other.step.explain()
