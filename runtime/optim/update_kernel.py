@@ -370,8 +370,8 @@ def _trace(run: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
     except Exception as error:  # whatever an optimizer does that a trace cannot follow, such as a branch on values
         reason = str(error).split("\n")[0].split(" (unhinted")[0]
         raise CannotCompile(f"its step cannot be traced: {type(error).__name__}: {reason}") from None
-    values = (node.meta.get("val") for node in _inputs(graph))
-    if any(value.fake_mode.shape_env.guards for value in values if isinstance(value, Tensor)):  # type: ignore[attr-defined]
+    fakes: list[Any] = [node.meta["val"] for node in _inputs(graph)]
+    if any(fake.fake_mode.shape_env.guards for fake in fakes):
         raise CannotCompile("its step depends on the number of elements")
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     return graph
