@@ -321,6 +321,7 @@ def test_state_that_a_kernel_cannot_take() -> None:
         assert f"its parameters are in {dtype}" in str(find(optimizer, flat, state))
 
 
+@pytest.mark.long
 def test_low_precision() -> None:
     """A kernel rounds less often than the optimizer, which rounds after each operator."""
     optimizer, flat, state = stepped(OPTIMIZERS["AdamW"], numel=10_000, dtype=torch.bfloat16)
@@ -348,7 +349,7 @@ def test_settings_that_change() -> None:
         found.append(kernels.find(flat, group, state, False))
     assert [isinstance(kernel, UpdateKernel) for kernel in found] == [True] * 3 + [False] * 2
     assert "keep changing" in str(found[-1])
-    others = [{**group, "params": [nn.Parameter(flat)], "weight_decay": decay} for decay in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    others = [{**group, "params": [nn.Parameter(flat)], "weight_decay": decay} for decay in (0.1, 0.6)]
     optimizer.param_groups += others
     for other in others:
         assert isinstance(kernels.find(flat, other, state, False), UpdateKernel)
@@ -395,6 +396,7 @@ def check(max_norm: float | None, accumulation: int = 1, **sharding: Any) -> Non
     assert "the optimizer's step is compiled, as 1 kernel" in other.step.explain()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_in_backward_and_after_it() -> None:
     for max_norm in (None, 1e6):
@@ -500,6 +502,7 @@ def by_dimension(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+@pytest.mark.long_unless("2-None")
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @on_ranks(2)
 def test_state_that_the_program_changes(max_norm: float | None) -> None:
