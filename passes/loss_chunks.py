@@ -135,9 +135,10 @@ def _flatten(graph: fx.Graph, product: fx.Node) -> None:
     for node in list(graph.nodes):
         sources = node.all_input_nodes
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _LIKE_POINTWISE
-        if not is_pointwise or not sources or not all(_is_view_of(source, shape) for source in sources):
+        value = node.meta.get("val")
+        are_views = all(_is_view_of(source, shape) and source.meta["val"].shape == value.shape for source in sources)
+        if not is_pointwise or not sources or not are_views:
             continue
-        value = node.meta["val"]
         with graph.inserting_before(node):
             flat = graph.node_copy(node, lambda source: source.args[0])  # type: ignore[arg-type, return-value]
             view = graph.call_function(_aten.view.default, (flat, list(value.shape)))

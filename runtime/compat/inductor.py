@@ -81,8 +81,11 @@ def inductor_in_chunks(joint: fx.GraphModule, chunks: int, least_bytes: int) -> 
 
     class Reasons(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info and record.exc_info[1] is not None:
-                reasons.append(str(record.exc_info[1]))
+            if record.exc_info and (error := record.exc_info[1]) is not None:
+                is_told = type(error).__name__ == "CantChunk"
+                reasons.append(
+                    str(error) if is_told else f"torch's auto_chunker fails ({type(error).__name__}: {error})"
+                )
 
     settings = {
         "auto_chunker.enable": True,

@@ -11,9 +11,10 @@ The trace is of the plain form of the step (``foreach=False, fused=False``). Its
 ``optimizer.step()``, up to the rounding of a kernel that keeps intermediate values in registers. The state stays where
 it is: the kernel writes to the optimizer's own tensors.
 
-A trace does not see everything that a step may depend on. Therefore whatever a step might read besides parameter,
-gradient and state is part of the key of its kernel or refused, and each kernel is tried on small tensors beside the
-optimizer's own step before it is used. What is refused, the optimizer steps by itself.
+A trace does not see everything that a step may depend on. Therefore settings and plain attributes are part of the key
+of a kernel, other attributes are refused, and each kernel is tried on small tensors beside the optimizer's own step
+before it is used. What is refused, the optimizer steps by itself. Not seen are changes of what belongs to neither the
+optimizer nor its class, such as a global variable that a step reads.
 
 torch.compile traces optimizers likewise (https://pytorch.org/tutorials/recipes/compiling_optimizer.html), with the
 numbers computed in float32 tensors on the device. Here Python computes them, as in a step that is not compiled.
@@ -41,10 +42,10 @@ _TRIED = 1000
 """Length of the tensors that a kernel is tried with."""
 _MOST = 3
 """With how many settings a group's step is compiled. If they change more often, it is no longer compiled."""
-_CHANGING = frozenset({"params", "param_names", "lr", "initial_lr"})
+_CHANGING = frozenset({"params", "param_names", "lr"})
 """What a parameter group has besides the settings that a trace holds as constants."""
 _OF_ALL = frozenset({"defaults", "state", "param_groups", "_opt_called"})
-"""Attributes of all optimizers, which their steps do not read or which are looked at elsewhere."""
+"""Attributes of all optimizers, which are looked at elsewhere, or by schedulers only."""
 
 _RATES = itertools.count(1)
 """Learning rates of groups whose parameters are not stepped."""
@@ -156,6 +157,8 @@ class UpdateKernels:
                 self._kernels[key] = self._compile(flat, group, state, scaled)
             except CannotCompile as error:
                 self._kernels[key] = str(error)
+            except Exception as error:  # of Inductor, or of the optimizer, for tensors that it is tried with
+                self._kernels[key] = f"compiling its step fails: {type(error).__name__}: {_first_line(error)}"
         return self._kernels[key]
 
     def _constants_of(self, group: Mapping[str, Any]) -> str:
@@ -163,8 +166,10 @@ class UpdateKernels:
         if (text := self._now.get(id(group))) is None:
             optimizer = self._optimizer
             constants = [_plain_settings(group)]
-            if not type(optimizer).__module__.startswith("torch.optim."):  # those read nothing else
+            if not _is_of_torch(optimizer):  # those read nothing else
                 constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
+                if not all(isinstance(key, Tensor) for key in optimizer.state):
+                    raise CannotCompile("the optimizer keeps state that belongs to no parameter")
             text = self._now[id(group)] = repr(constants)
         seen = self._seen.setdefault(id(group), set())
         if len(seen) <= _MOST:
@@ -227,7 +232,7 @@ class UpdateKernels:
         twin: Any = object.__new__(type(optimizer))
         others = {"params": [], "lr": next(_RATES)}  # a step that reads them was traced with another number
         groups = [
-            _copy(each) | (dict(changed) | {"params": [param]} if each is group else others)
+            _copy(each) | ({"params": [param], **changed} if each is group else others)
             for each in optimizer.param_groups
         ]
         attributes = {name: value if name in _OF_ALL else _copy(value) for name, value in vars(optimizer).items()}
@@ -260,11 +265,12 @@ class UpdateKernels:
 
         devices = [flat.device] if flat.device.type == "cuda" else []
         param = draw(flat.dtype).requires_grad_()
-        own = {name: draw(value.dtype).abs() if value.ndim else value.clone() for name, value in state.items()}
+        own = {n: draw(torch.float32).abs().to(v.dtype) if v.ndim else v.clone() for n, v in state.items()}
         begun, mine = param.detach().clone(), param.detach().clone()
         held = {name: value.clone() for name, value in own.items()}
         scale = torch.tensor(0.7, dtype=torch.float32, device=flat.device) if scaled else None
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            self._step_twin(group, {"params": []}, param, {})  # what remains to do if kernels step over all parameters
             for lr in (1e-2, 3e-3):
                 gradient = draw(flat.dtype)
                 param.grad = gradient if scale is None else gradient * scale
@@ -274,13 +280,14 @@ class UpdateKernels:
         for right, got in ((param.detach(), mine), *((own[name], held[name]) for name in own)):
             # Two steps, each rounded otherwise: some units in the last place, of the largest value and of what changed.
             eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0
-            allowed = 30 * eps * _largest(right) + 1e-3 * moved * (right.shape == mine.shape)
-            if not (right.isnan().equal(got.isnan()) and _largest(right - got) <= allowed):
+            allowed = 30 * eps * _largest(right) + 1e-3 * moved * (eps > 0 and right.shape == mine.shape)
+            differs = not right.isnan().equal(got.isnan()) or _largest(right.float() - got.float()) > allowed
+            if differs:
                 raise CannotCompile("compiled, its step differs from the optimizer's: it depends on something else")
 
 
 def _largest(value: Tensor) -> float:
-    return value.nan_to_num(0.0).abs().max().item()  # the root of a variance is NaN for some random state
+    return value.float().nan_to_num(0.0).abs().max().item()  # the root of a variance is NaN for some random state
 
 
 def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -291,9 +298,17 @@ def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def _is_of_torch(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an optimizer that its step may read, copied."""
-    found = []
+    """Return the attributes of an optimizer that its step may read, copied: its own, and plain ones of its classes."""
+    if _is_of_torch(optimizer):
+        return []
+    found: list[tuple[str, Any]] = [("defaults", _plain_settings(optimizer.defaults))]
+    kinds = itertools.takewhile(lambda kind: kind is not torch.optim.Optimizer, type(optimizer).__mro__)
+    found += [(f"{kind.__name__}.{n}", v) for kind in kinds for n, v in vars(kind).items() if _is_plain(v)]
     for name, value in vars(optimizer).items():
         replaces_method = hasattr(torch.optim.Optimizer, name)
         if name in _OF_ALL or replaces_method or name.endswith("_hooks") or "mfsdp" in name:
@@ -368,13 +383,16 @@ def _trace(run: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
     except CannotCompile:
         raise
     except Exception as error:  # whatever an optimizer does that a trace cannot follow, such as a branch on values
-        reason = str(error).split("\n")[0].split(" (unhinted")[0]
-        raise CannotCompile(f"its step cannot be traced: {type(error).__name__}: {reason}") from None
+        raise CannotCompile(f"its step cannot be traced: {type(error).__name__}: {_first_line(error)}") from None
     fakes: list[Any] = [node.meta["val"] for node in _inputs(graph)]
     if any(fake.fake_mode.shape_env.guards for fake in fakes):
         raise CannotCompile("its step depends on the number of elements")
     graph.graph.eliminate_dead_code(is_impure_node=_has_effects)
     return graph
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0].split(" (unhinted")[0]
 
 
 def _writes(node: fx.Node) -> bool:
@@ -408,9 +426,9 @@ def _split(traced: fx.GraphModule, given: int) -> tuple[fx.GraphModule, fx.Graph
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CannotCompile(f"{node.target} draws random numbers")
         if _is_number(node.meta.get("val")) and host.keys() >= set(node.all_input_nodes):
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                raise CannotCompile(f"{node.target} draws a random number")
             host[node] = on_host.node_copy(node, host.__getitem__)
             continue
         for number in node.all_input_nodes:

@@ -89,12 +89,17 @@ class Powers(Lion):
 
 def custom(one: Callable[[Any, Any, Tensor, dict[str, Any]], None], **attributes: Any) -> Optim:
     class Made(torch.optim.Optimizer):
+        of_class = 1.0
+
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.1, "list": [1.0], "dict": {"n": 1.0}})
             vars(self).update(attributes)
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
+            if one is _first_parameter:
+                self.param_groups[0]["params"][0].sub_(0.1)
+                return
             for group in self.param_groups:
                 for param in group["params"]:
                     one(self, group, param, self.state[param])
@@ -139,6 +144,19 @@ def _long_ones(self: Any, group: Any, param: Tensor, state: Any) -> None:
     param.sub_(param.grad, alpha=group["lr"] * (2.0 if param.numel() > 10 else 1.0))
 
 
+def _random_elements(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad * torch.rand_like(param), alpha=group["lr"])
+
+
+def _flags(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    state.setdefault("up", torch.zeros_like(param, dtype=torch.bool)).copy_(param.grad > 0)
+    param.sub_(param.grad, alpha=group["lr"])
+
+
+def _first_parameter(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    raise NotImplementedError
+
+
 _calls: list[int] = []
 
 
@@ -176,6 +194,7 @@ COMPILED: dict[str, Optim] = {
     "counts after use": custom(_counts_after_use),
     "asks whether trained": custom(_asks_whether_trained),
     "without a rate": custom(_without_rate),
+    "flags": custom(_flags),
 }
 LEFT: dict[str, tuple[Optim, str]] = {
     "RAdam": (lambda params: torch.optim.RAdam(params, lr=1e-2), "cannot be traced: GuardOnDataDependentSymNode"),
@@ -193,10 +212,12 @@ LEFT: dict[str, tuple[Optim, str]] = {
     "global state": (custom(_global_state), "keeps state that belongs to no parameter"),
     "nested": (custom(_nested), "keeps something outside of its state"),
     "array": (custom(_array, count=np.zeros(1)), "its attribute 'count' is a ndarray"),
-    "random": (custom(_random), "aten.rand.default draws a random number"),
+    "random": (custom(_random), "aten.rand.default draws random numbers"),
     "reversed": (custom(_reversed), "aten.rsub.Tensor takes or changes a number"),
     "notes the norm": (custom(_notes_the_norm), "takes or changes a number"),
     "length": (custom(_long_ones), "depends on the number of elements"),
+    "random elements": (custom(_random_elements), "aten.rand_like.default draws random numbers"),
+    "first parameter": (custom(_first_parameter), "compiling its step fails: IndexError"),
     "counts elsewhere": (custom(_counts_elsewhere), "differs from the optimizer's"),
 }
 
@@ -271,7 +292,8 @@ def test_settings_and_attributes_that_change_in_place() -> None:
     """Kernels of settings and attributes as they are now, whichever way the program changes them."""
 
     def rate(self: Any, group: Any, param: Tensor, state: Any) -> None:
-        param.sub_(param.grad, alpha=group["list"][0] * self.boost * group.get("late", 1.0))
+        initial = group.get("initial_lr", 1.0) * self.defaults["dict"]["n"]
+        param.sub_(param.grad, alpha=group["list"][0] * self.boost * self.of_class * initial)
 
     optimizer, flat, state = stepped(custom(rate, boost=1.0))
     kernels = UpdateKernels(optimizer, compat.step_without_hooks(type(optimizer)), {})
@@ -282,8 +304,8 @@ def test_settings_and_attributes_that_change_in_place() -> None:
         yield 2.0
         optimizer.boost = 5.0
         yield 10.0
-        group["late"] = 3.0
-        yield 30.0
+        group["initial_lr"], type(optimizer).of_class = 3.0, 2.0
+        yield 60.0
 
     for right in change():
         kernels.begin_step()
