@@ -135,10 +135,11 @@ def _flatten(graph: fx.Graph, product: fx.Node) -> None:
     for node in list(graph.nodes):
         sources = node.all_input_nodes
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _LIKE_POINTWISE
-        value = node.meta.get("val")
-        are_views = all(_is_view_of(source, shape) and source.meta["val"].shape == value.shape for source in sources)
-        if not is_pointwise or not sources or not are_views:
+        if not is_pointwise or not sources or not all(_is_view_of(source, shape) for source in sources):
             continue
+        value = node.meta["val"]
+        if any(source.meta["val"].shape != value.shape for source in sources):
+            continue  # they are broadcast
         with graph.inserting_before(node):
             flat = graph.node_copy(node, lambda source: source.args[0])  # type: ignore[arg-type, return-value]
             view = graph.call_function(_aten.view.default, (flat, list(value.shape)))
