@@ -359,6 +359,7 @@ def test_low_precision() -> None:
     assert compiled < 1.01 * own, "1 %: the last roundings of 10,000 numbers happen to differ"
 
 
+@pytest.mark.slow
 def test_settings_that_change() -> None:
     """Three kernels are compiled for a group, whose settings change at each step; and one for each group otherwise."""
     optimizer, flat, state = stepped(lambda params: torch.optim.SGD(params, lr=0.1))
@@ -524,6 +525,7 @@ def by_dimension(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.long_unless("2-None")
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @on_ranks(2)
@@ -545,6 +547,7 @@ def test_state_that_the_program_changes(max_norm: float | None) -> None:
     compared(by_dimension, module=Rarely, max_norm=max_norm, shape=(3, 16))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_schedules_and_hooks() -> None:
     schedulers: dict[int, Any] = {}
@@ -581,6 +584,7 @@ class Low(zoo.Uneven):
         return super().forward(x.bfloat16())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parameters_in_bfloat16_are_clipped() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, main_params_dtype=None)
