@@ -126,11 +126,11 @@ class TrainStep:
             )
         flat = self._flat = flat_step_of(optimizer)
         self._in_backward = StepInBackward(optimizer, flat, self._models) if flat is not None else None
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if compile_optimizer is None:
             with_inductor = backend == "mfsdp" and options.get("inner", "inductor") == "inductor"
-            is_fused = any(group.get("fused") for group in optimizer.param_groups)
             compile_optimizer = with_inductor and flat is not None and not is_fused
-        elif compile_optimizer and scaler.is_enabled() and any(group.get("fused") for group in optimizer.param_groups):
+        elif compile_optimizer and scaler.is_enabled() and is_fused:
             raise ValueError(
                 "compile_step got compile_optimizer=True and a scaler, which leaves gradients as they are for a fused "
                 "optimizer. Make the optimizer without fused=True."
@@ -230,8 +230,8 @@ class TrainStep:
             return ["the optimizer's step is not compiled: hooks run before and after a step"]
         scaled, lines = self._max_norm is not None, []
         for bucket, runs in self._flat.runs_by_bucket().items():
-            found = self._flat.kernels_of(runs, self._kernels, scaled)
-            lines += [f"{bucket.plan.name}: not compiled; {why}" for why in set(found) if isinstance(why, str)]
+            found = {self._flat.kernel_of(run, self._kernels, scaled) for run in runs}
+            lines += [f"{bucket.plan.name}: not compiled; {why}" for why in found if isinstance(why, str)]
         count = self._kernels.count
         return [f"the optimizer's step is compiled, as {count} kernel{'s' * (count != 1)}", *lines]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,19 +148,17 @@ class FlatStep:
         Args:
             scale: What gradients are multiplied by, a 0-dimensional tensor on their device. None: nothing.
         """
-        if kernels is not None:
+        self._scale = scale
+        if kernels is not None and not self.has_hooks:
             kernels.begin_step()
-        self._kernels, self._scale = None if self.has_hooks else kernels, scale
+            self._kernels = kernels
         try:
             yield
         finally:
             self._kernels = self._scale = None
 
-    def kernels_of(self, runs: Iterable[Run], kernels: UpdateKernels, scaled: bool = False) -> list[UpdateKernel | str]:
-        """Return the compiled step of each run, or why it has none."""
-        return [self._kernel_of(run, kernels, scaled) for run in runs]
-
-    def _kernel_of(self, run: Run, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
+    def kernel_of(self, run: Run, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
+        """Return the compiled step of a run, or why it has none."""
         if run.bucket.plan.decoupled:
             return "its gradients are decoupled_grad"
         if run.bucket.plan.keeps_memory:
@@ -169,9 +167,9 @@ class FlatStep:
             return "its parameters have different state"
         return kernels.find(run.memory, run.group, run.state, scaled)
 
-    def kernels_of_all(self, runs: Sequence[Run], kernels: UpdateKernels | None) -> Sequence[UpdateKernel]:
+    def kernels_of(self, runs: Sequence[Run], kernels: UpdateKernels | None) -> Sequence[UpdateKernel]:
         """Return the compiled steps of a bucket's runs; empty if one of them has none."""
-        found = [] if kernels is None else self.kernels_of(runs, kernels)
+        found = [] if kernels is None else [self.kernel_of(run, kernels, scaled=False) for run in runs]
         compiled = [kernel for kernel in found if isinstance(kernel, UpdateKernel)]
         return compiled if len(compiled) == len(runs) else ()
 
@@ -273,13 +271,13 @@ class FlatStep:
     @torch.no_grad()
     def _step_compiled(self, run: Run) -> bool:
         """Step over a run after the backward, if that is compiled."""
-        gradient = gradients.flat_gradient(run.bucket) if self._kernels is not None else None
-        if self._kernels is None or gradient is None:
+        if self._kernels is None or (gradient := gradients.flat_gradient(run.bucket)) is None:
             return False
-        (kernel,) = self.kernels_of([run], self._kernels, self._scale is not None)
-        if isinstance(kernel, UpdateKernel):
-            self._run_kernel(kernel, run, gradient, self._scale)
-        return isinstance(kernel, UpdateKernel)
+        kernel = self.kernel_of(run, self._kernels, self._scale is not None)
+        if isinstance(kernel, str):
+            return False
+        self._run_kernel(kernel, run, gradient, self._scale)
+        return True
 
     @torch.no_grad()
     def _take(self, run: Run) -> bool:

@@ -156,7 +156,7 @@ class StepInBackward:
         if kernels is not None:
             kernels.begin_step()
         self._steps = [
-            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of_all(runs, kernels))
+            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of(runs, kernels))
             for bucket, runs, why in self._trained()
             if not why
         ]

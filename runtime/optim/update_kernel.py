@@ -238,10 +238,10 @@ class UpdateKernels:
         attributes = {name: value if name in _OF_ALL else _copy(value) for name, value in vars(optimizer).items()}
         held: dict[Tensor, dict[str, Any]] = defaultdict(dict, {param: dict(state)})
         vars(twin).update(attributes, param_groups=groups, state=held)
-        before = _plain_attributes(twin), [_without_params(each) for each in groups]
+        before = repr((_plain_attributes(twin), [*map(_settings, groups)]))
         self._step(twin)
         param.grad = None
-        if (_plain_attributes(twin), [_without_params(each) for each in groups]) != before:
+        if repr((_plain_attributes(twin), [*map(_settings, groups)])) != before:
             raise CannotCompile("the optimizer keeps something outside of its state")
         if held.keys() - {param}:
             raise CannotCompile("the optimizer keeps state that belongs to no parameter")
@@ -290,8 +290,12 @@ def _largest(value: Tensor) -> float:
     return value.float().nan_to_num(0.0).abs().max().item()  # the root of a variance is NaN for some random state
 
 
+def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted((name, value) for name, value in group.items() if name not in _CHANGING)
+
+
 def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = sorted((name, value) for name, value in group.items() if name not in _CHANGING)
+    found = _settings(group)
     for name, value in found:
         if not _is_plain(value):
             raise CannotCompile(f"its setting {name!r} is a {type(value).__name__}")
@@ -303,7 +307,7 @@ def _is_of_torch(optimizer: Any) -> bool:
 
 
 def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an optimizer that its step may read, copied: its own, and plain ones of its classes."""
+    """Return the attributes of an optimizer that its step may read: its own, and plain ones of its classes."""
     if _is_of_torch(optimizer):
         return []
     found: list[tuple[str, Any]] = [("defaults", _plain_settings(optimizer.defaults))]
@@ -315,8 +319,8 @@ def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
             continue
         if not _is_plain(value):
             raise CannotCompile(f"its attribute {name!r} is a {type(value).__name__}")
-        found.append((name, copy.deepcopy(value)))
-    return sorted(found)
+        found.append((name, value))
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -325,10 +329,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device))
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name not in _CHANGING}
 
 
 def _copy(value: Any) -> Any:
@@ -420,9 +420,8 @@ def _split(traced: fx.GraphModule, given: int) -> tuple[fx.GraphModule, fx.Graph
     on_host, kernel = fx.Graph(), fx.Graph()
     host = {node: on_host.node_copy(node) for node in inputs[:given]}
     copies = {node: kernel.node_copy(node) for node in inputs[given:]}
-    read: list[fx.Node] = []  # numbers for the kernel
-    fresh: dict[fx.Node, fx.Node] = {}  # the kernel's input with the value that a number has now
-    taken: list[fx.Node] = []
+    numbers: dict[fx.Node, fx.Node] = {}  # further inputs of the kernel, and what the host passes
+    last = copies[inputs[-1]]
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -432,16 +431,15 @@ def _split(traced: fx.GraphModule, given: int) -> tuple[fx.GraphModule, fx.Graph
             host[node] = on_host.node_copy(node, host.__getitem__)
             continue
         for number in node.all_input_nodes:
-            if number in host and number not in fresh:
+            if number not in copies:
                 value = host[number]
-                if isinstance(number.meta.get("val"), Tensor):
+                if isinstance(number.meta.get("val"), Tensor):  # its value here: the host may write to it later
                     value = on_host.call_function(aten._local_scalar_dense.default, (value,))
-                read.append(value)
-                with kernel.inserting_after(taken[-1] if taken else copies[inputs[-1]]):
-                    taken.append(kernel.placeholder(f"number_{len(read)}"))
-                fresh[number] = taken[-1]
-        copies[node] = _copied(node, kernel, copies | fresh, fresh.values())
-    on_host.output(read)
+                with kernel.inserting_after(last):
+                    last = copies[number] = kernel.placeholder(f"number_{len(numbers)}")
+                numbers[last] = value
+        copies[node] = _copied(node, kernel, copies, numbers)
+    on_host.output(list(numbers.values()))
     kernel.output(())
     return fx.GraphModule(traced, on_host), fx.GraphModule(traced, kernel)
 
@@ -450,9 +448,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymBool)) or (isinstance(value, Tensor) and _is_counter(value))
 
 
-_SCALED = tuple(
-    getattr(aten, name).default if name.startswith("addc") else getattr(aten, name).Tensor
-    for name in ("add", "add_", "sub", "sub_", "addcmul", "addcmul_", "addcdiv", "addcdiv_")
+_SCALED = (
+    *(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor),
+    *(aten.addcmul.default, aten.addcmul_.default, aten.addcdiv.default, aten.addcdiv_.default),
 )
 """Operators that multiply their second argument by ``alpha`` or ``value``."""
 
