@@ -105,13 +105,15 @@ def _ours(
     compiled: bool,
     double_buffer: bool = False,
     precision: MixedPrecisionPolicy | None = None,
+    cuda_graphs: bool = False,
     **options: Any,
 ) -> System:
     model = fully_shard_model(
         _whole(config, device),
         fsdp_unit_modules=[Block],
         mixed_precision_policy=precision or MixedPrecisionPolicy(),
-        fsdp_double_buffer=double_buffer,
+        fsdp_double_buffer=double_buffer or cuda_graphs,
+        cuda_graph_mode=cuda_graphs,
     )
     call = torch.compile(model, backend="mfsdp", options=options) if compiled else model
     return System("", model, call, _adamw(model))
@@ -123,13 +125,18 @@ def _ours_stepped(
     backend: str | None,
     fused: bool = False,
     double_buffer: bool = False,
+    cuda_graphs: bool = False,
     **options: Any,
 ) -> System:
     """Build a model that is stepped in backward: by AdamW's fused kernels, or by what is generated of ``foreach``."""
-    system = _ours(config, device, compiled=False, double_buffer=double_buffer)
-    how = {"fused": True} if fused else {"foreach": True}
-    system.optimizer = torch.optim.AdamW(system.model.parameters(), lr=1e-3, **how)
-    system.train_step = compile_step(system.model, system.optimizer, backend=backend, options=options)
+    system = _ours(config, device, compiled=False, double_buffer=double_buffer, cuda_graphs=cuda_graphs)
+    how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+    if cuda_graphs:
+        how |= {"capturable": True, "lr": torch.tensor(1e-3, device=device)}
+    system.optimizer = torch.optim.AdamW(system.model.parameters(), **{"lr": 1e-3, **how})
+    system.train_step = compile_step(
+        system.model, system.optimizer, cuda_graphs=cuda_graphs, backend=backend, options=options
+    )
     return system
 
 
@@ -224,6 +231,7 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled, fused AdamW": lambda c, d: _fused(_ours(c, d, compiled=True)),
     "mfsdp compile_step": lambda c, d: _ours_stepped(c, d, "mfsdp"),
     "mfsdp compile_step, double buffers": functools.partial(_ours_stepped, backend="mfsdp", double_buffer=True),
+    "mfsdp compile_step, CUDA graphs": functools.partial(_ours_stepped, backend="mfsdp", cuda_graphs=True),
     "mfsdp compile_step, fused AdamW": lambda c, d: _ours_stepped(c, d, "mfsdp", fused=True),
     **{
         f"mfsdp compile_step, fused AdamW, activations {saved}": functools.partial(
@@ -252,7 +260,7 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
         for way in ("eager", "compiled")
     },
 }
-"""Systems in the order in which they are shown. Megatron-FSDP needs a GPU."""
+"""Systems in the order in which they are shown. Megatron-FSDP and CUDA graphs need a GPU."""
 
 
 def build(name: str, config: Config, device: torch.device) -> System | str:
@@ -264,6 +272,8 @@ def build(name: str, config: Config, device: torch.device) -> System | str:
             import megatron_fsdp  # noqa: F401
         except ImportError:
             return "megatron-fsdp is not installed"
+    if name.endswith("CUDA graphs") and device.type != "cuda":
+        return "needs a GPU"
     if name == "SimpleFSDP" and _simple_fsdp_module() is None:
         return "torchtitan with SimpleFSDP is not installed"
     if name == "DDP compiled" and config.simulate:

@@ -16,7 +16,8 @@ import torch
 from common import Config, System, batch_of, build, median, rows, run, synchronize
 
 BASELINE = "FSDP2 compiled by block"
-WARMUP_STEPS = 3
+WARMUP_STEPS = 4
+"""The first, two that run as usual, and the one that CUDA graphs are captured in."""
 
 
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:

@@ -12,8 +12,11 @@ from mfsdp_compile.runtime.capture.devices import CudaGraphs
 
 from .wrapper import unwrapped
 
+WARM_UP = 2
+"""Number of calls of each kind that run as usual before one is captured."""
 
-def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2) -> CapturedStep:
+
+def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = WARM_UP) -> CapturedStep:
     """Return a function that does what ``step`` does, as CUDA graphs that are replayed.
 
     A replay queues all kernels and collectives of a step with one call, so that the GPU does not wait for Python. Ranks
@@ -38,10 +41,18 @@ def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2
         ValueError: It was sharded without ``cuda_graph_mode``, or with ``report_nan_in_param_grad``, it is not on a
             GPU, or ``warm_up`` is less than 1.
     """
-    sharded = unwrapped(model, "capture_step").sharded
+    return captured(model, step, getattr(step, "__qualname__", type(step).__name__), "capture_step", warm_up)
+
+
+def captured(
+    model: nn.Module, step: Callable[..., Any], name: str, caller: str, warm_up: int = WARM_UP
+) -> CapturedStep:
+    """Return a step that is captured, for ``caller``, a function of the package; see :func:`capture_step`."""
+    sharded = unwrapped(model, caller).sharded
     if not sharded.keeps_gradients:
         raise ValueError(
-            "capture_step needs gradients that keep their addresses: pass cuda_graph_mode=True to fully_shard_model."
+            f"{caller} captures steps of models whose memory keeps its addresses: pass cuda_graph_mode=True to "
+            "fully_shard_model."
         )
     if any(bucket.plan.inspected for bucket in sharded.buckets):
         raise ValueError(
@@ -49,5 +60,5 @@ def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2
             "Leave it out where steps are captured."
         )
     if warm_up < 1:
-        raise ValueError(f"capture_step takes warm_up of at least 1, got {warm_up}: a first call compiles and checks.")
-    return CapturedStep(sharded, step, CudaGraphs(sharded.buckets[0].device), warm_up)
+        raise ValueError(f"{caller} takes warm_up of at least 1, got {warm_up}: a first call compiles and checks.")
+    return CapturedStep(sharded, step, name, CudaGraphs(sharded.buckets[0].device), warm_up)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.capture.captured_step import CapturedStep
 from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of, is_for_flat
 from mfsdp_compile.runtime.optim.in_backward import StepInBackward
 from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
+
+from .cuda_graphs import captured
 
 LossFunction = Callable[..., Any]
 """Called as ``loss_fn(model, *batch)``. Returns the loss, or a tuple that begins with it."""
@@ -29,6 +32,7 @@ def compile_step(
     accumulation: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     compile_optimizer: bool | None = None,
+    cuda_graphs: bool = False,
     backend: str | None = "mfsdp",
     options: Mapping[str, Any] | None = None,
     **compile_arguments: Any,
@@ -59,12 +63,17 @@ def compile_step(
             (:mod:`mfsdp_compile.runtime.optim.update_kernel`). Steps then differ from ``optimizer.step()`` by
             rounding. None: where the model is compiled with Inductor, unless the optimizer was made with
             ``fused=True``.
+        cuda_graphs: Whether steps are captured as CUDA graphs and replayed, one graph for each kind: a step, and a
+            microbatch that is not its last (:func:`~mfsdp_compile.capture_step` says what can be captured). The model
+            must have been sharded with ``cuda_graph_mode=True``, and the optimizer made with ``capturable=True`` if it
+            has that argument. Call :meth:`TrainStep.reset` before ``destroy_process_group``.
         backend: Backend of ``torch.compile`` for ``loss_fn`` with the model; None: run it eagerly.
         options: Options of the backend.
         compile_arguments: Further arguments of ``torch.compile``.
 
     Raises:
-        TypeError, ValueError: An argument is of another kind, or the optimizer holds no parameters of a sharded model.
+        TypeError, ValueError: An argument is of another kind, the optimizer holds no parameters of a sharded model, or
+            steps cannot be captured.
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         kind = "compiled module" if isinstance(model, nn.Module) else type(model).__name__
@@ -75,6 +84,11 @@ def compile_step(
         raise ValueError(f"compile_step takes max_norm above 0, or None for gradients as they are, got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"compile_step takes scaler as a torch.amp.GradScaler, got a {type(scaler).__name__}")
+    if cuda_graphs and scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "compile_step got cuda_graphs=True and a scaler, which reads on the host whether a step is skipped. Train "
+            "in bfloat16 without a scaler, or leave cuda_graphs out."
+        )
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)  # which does nothing
     return TrainStep(
         model,
@@ -84,6 +98,7 @@ def compile_step(
         accumulation,
         scaler,
         compile_optimizer,
+        cuda_graphs,
         backend,
         dict(options or {}),
         compile_arguments,
@@ -107,6 +122,7 @@ class TrainStep:
         accumulation: int,
         scaler: torch.amp.GradScaler,
         compile_optimizer: bool | None,
+        cuda_graphs: bool,
         backend: str | None,
         options: dict[str, Any],
         compile_arguments: dict[str, Any],
@@ -151,6 +167,18 @@ class TrainStep:
                 options["step_in_backward"] = True
             self._loss_fn = torch.compile(self._loss_fn, backend=backend, options=options, **compile_arguments)
         self.grad_norm: Tensor | None = None
+        self._microbatch: Callable[..., tuple[Any, Tensor | None]] = self._run
+        self._graphs: CapturedStep | None = None
+        if cuda_graphs:
+            self._microbatch = self._graphs = self._captured()
+
+    def _captured(self) -> CapturedStep:
+        if len(self._models) > 1:
+            raise ValueError(
+                f"compile_step captures steps of one model (cuda_graphs=True), and the optimizer steps "
+                f"{len(self._models)}. Leave cuda_graphs out."
+            )
+        return captured(self._model, self._run, "compile_step", "compile_step")
 
     @property
     def _steps_in_backward(self) -> bool:
@@ -172,21 +200,10 @@ class TrainStep:
                 "step(...) for the last."
             )
         with self._guarded():
-            with self._syncing(True):
-                found = self._loss_fn(self._model, *batch, **more)
             is_first = self._in_backward is None or self._in_backward.is_first
-            with self._stepping() as ahead:
-                with self._syncing(True):
-                    self._backward(found, ahead)
-                if ahead is not None:
-                    ahead.end_backward()
-                elif self._in_backward is not None:
-                    self._in_backward.note_sources()
-                self._step(None if is_first else self._kernels)
+            found, self.grad_norm = self._microbatch(True, is_first, batch, more)
             self._accumulated = 0
-            if self._in_backward is not None:
-                self._in_backward.end_step()
-            return _detached(found)
+            return found
 
     def accumulate(self, *batch: Any, **more: Any) -> Any:
         """Run forward and backward of a microbatch that is not the step's last. A collective.
@@ -198,11 +215,46 @@ class TrainStep:
                 f"compile_step was told of {self._accumulation} microbatches (accumulation), and this is the last one: "
                 "call step(...) for it, or pass a larger number to compile_step."
             )
-        with self._guarded(), self._syncing(False):
-            found = self._loss_fn(self._model, *batch, **more)
-            self._backward(found, None)
+        with self._guarded():
+            found, _ = self._microbatch(False, False, batch, more)
             self._accumulated += 1
-            return _detached(found)
+            return found
+
+    def reset(self) -> None:
+        """Free the CUDA graphs. The next steps run as usual, and are captured again."""
+        if self._graphs is not None:
+            self._graphs.reset()
+
+    def _run(
+        self, is_last: bool, is_first: bool, batch: Sequence[Any], more: Mapping[str, Any]
+    ) -> tuple[Any, Tensor | None]:
+        """Run a microbatch.
+
+        Args:
+            is_last: Whether it is the last one of a step, which is then taken.
+            is_first: Whether that is the first step.
+
+        Returns:
+            What the loss function returned, detached, and the norm of the gradients if they are clipped.
+        """
+        with self._syncing(is_last):
+            found = self._loss_fn(self._model, *batch, **more)
+            if not is_last:
+                self._backward(found, None)
+                return _detached(found), None
+        with self._stepping() as ahead:
+            with self._syncing(True):
+                self._backward(found, ahead)
+            if ahead is not None:
+                ahead.end_backward()
+            elif self._in_backward is not None:
+                self._in_backward.note_sources()
+            norm = self._step(None if is_first else self._kernels)
+        if self._in_backward is not None:
+            self._in_backward.end_step()
+            if is_first and self._steps_in_backward:
+                self._in_backward.release_gradients()
+        return _detached(found), norm
 
     def explain(self) -> str:
         """Describe where buckets are stepped, in backward or after it, and which steps are compiled; and why not."""
@@ -254,21 +306,23 @@ class TrainStep:
             loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
         loss.backward()
 
-    def _step(self, kernels: UpdateKernels | None) -> None:
-        scale = None
+    def _step(self, kernels: UpdateKernels | None) -> Tensor | None:
+        """Clip gradients, step and zero gradients. Return the norm that gradients had, if they are clipped."""
+        norm, scale = None, None
         if self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]
             if kernels is not None:
                 norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-                self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # kernels take no DTensor
-                scale = (self._max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # kernels take no DTensor
+                scale = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
             else:
-                self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+                norm = torch.nn.utils.clip_grad_norm_(params, self._max_norm)
         with self._flat.compiled(kernels, scale) if self._flat is not None else contextlib.nullcontext():
             self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
+        return norm
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

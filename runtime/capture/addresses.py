@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ..memory.tensor import UnreducedGradient
 from ..model.sharded_model import ShardedModel
+from ..optim.flat_step import flat_step_of
 
+_ADDRESS = "address"
 Fact = tuple[str, str, Any]
 """Kind of what is baked in, its name, and its address or value."""
 
@@ -95,7 +97,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
 
 
 def _fact(value: Any) -> Any:
-    return ("address", _address(value)) if isinstance(value, Tensor) else value
+    return (_ADDRESS, _address(value)) if isinstance(value, Tensor) else value
+
+
+def is_address(value: Any) -> bool:
+    """Whether a fact about a hyperparameter, a buffer or state is where a tensor is, and not a number."""
+    return isinstance(value, tuple) and value[:1] == (_ADDRESS,)
 
 
 def _address(tensor: Tensor) -> int:
@@ -120,6 +127,8 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
     yield from model.comm_buffers.memory
     yield from model.module_buffers()
     for optimizer in optimizers:
+        if (flat := flat_step_of(optimizer)) is not None:
+            yield from flat.memory()
         for group in optimizer.param_groups:
             yield from (value for value in group.values() if isinstance(value, Tensor))
         for state in optimizer.state.values():

@@ -17,7 +17,7 @@ from .. import compat
 from ..model.sharded_model import ShardedModel
 from ..program_lines import program_line_of
 from ..ranks.agreement import has_others
-from .addresses import Baked, Fact, difference, refuse_optimizers, static_tensors
+from .addresses import Baked, Fact, difference, is_address, refuse_optimizers, static_tensors
 from .devices import Graph, GraphDevice
 from .host_state import HostState
 from .operators import CapturedOperators
@@ -60,19 +60,21 @@ class CapturedStep:
     Args:
         model: The model.
         step: The function; see :func:`~mfsdp_compile.capture_step`.
+        name: Its name in errors.
         device: What captures.
         warm_up: Number of calls of each kind that run as usual before one is captured.
     """
 
-    def __init__(self, model: ShardedModel, step: Callable[..., Any], device: GraphDevice, warm_up: int) -> None:
+    def __init__(
+        self, model: ShardedModel, step: Callable[..., Any], name: str, device: GraphDevice, warm_up: int
+    ) -> None:
         self._model = model
-        self._step = step
+        self._step, self._name = step, name
         self._device = device
         self._warm_up = warm_up
         assert model.module is not None
         self._baked = Baked(model)
         self._modules = tuple(model.module.modules())
-        self._name = getattr(step, "__qualname__", type(step).__name__)
         self._calls: Counter[Hashable] = Counter()
         self._optimizers: dict[Hashable, list[torch.optim.Optimizer]] = {}
         self._graphs: dict[Hashable, _Captured] = {}
@@ -233,7 +235,7 @@ class CapturedStep:
         assert model.module is not None
         operators = CapturedOperators(model.module, (*inputs, *static_tensors(model, optimizers)))
         found: list[torch.optim.Optimizer] = []
-        outputs, graph, failure = None, None, None
+        outputs, graph, failure, steps = None, None, None, model.step_tracker.progress
         coordinator.captures = True
         try:
             with self._device.capture() as graph:
@@ -257,7 +259,7 @@ class CapturedStep:
             reason = "other optimizers step in it than in the call before, whose arguments were alike"
         if reason is not None:
             model.grad_sync.forget_backward()
-            model.step_tracker.forget()
+            model.step_tracker.progress = steps
             for bucket in model.buckets:
                 bucket.set_plan(bucket.plan)
             return None, graph, reason
@@ -270,7 +272,7 @@ class CapturedStep:
         if changed is None:
             return
         what, name, value = changed
-        if "hyperparameter" in what:
+        if "hyperparameter" in what and not is_address(value):
             advice = (
                 f"it was {value!r}. Pass a tensor that is changed in place (lr=torch.tensor(1e-3), with "
                 "capturable=True), as schedulers do, or call reset() of the captured step after each change"

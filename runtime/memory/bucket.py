@@ -438,6 +438,11 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             kept = self._kept[use] = torch.empty_like(values)
         return kept if kept is values else kept.copy_(values)
 
+    def free_kept(self, *uses: str) -> None:
+        """Free the memory of these uses, see :meth:`keep`, when no other reference remains."""
+        for use in uses:
+            self._kept.pop(use, None)
+
     def kept_memory(self) -> list[Tensor]:
         """Return the memory that :meth:`keep` has allocated."""
         return list(self._kept.values())

@@ -15,6 +15,7 @@ optimizer steps the run's parameters one by one. Parameters that the model ignor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
 from .trial import is_elementwise
-from .update_kernel import UpdateKernel, UpdateKernels
+from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
 _FLAT_STEP = "mfsdp_flat_step"
 """Attribute of an optimizer with its :class:`FlatStep`."""
@@ -115,8 +116,10 @@ class FlatStep:
         """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
         self._kernels: UpdateKernels | None = None
         self._scale: Tensor | None = None
-        wrapper = vars(optimizer).get("step")  # schedulers of torch only count calls
-        self._is_wrapped = wrapper is not None and wrapper.__module__ != "torch.optim.lr_scheduler"
+        own = vars(optimizer).get("step", type(optimizer).step)
+        while _is_of_scheduler(own):
+            own = own.__wrapped__
+        self._is_wrapped = own is not type(optimizer).step
         vars(optimizer)[_FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
@@ -161,8 +164,11 @@ class FlatStep:
         """Return the compiled step of a run, or why it has none."""
         if run.bucket.plan.decoupled:
             return "its gradients are decoupled_grad"
-        if run.bucket.plan.keeps_memory:
-            return "a CUDA graph would repeat the numbers that Python computes for a kernel (cuda_graph_mode)"
+        if run.bucket.plan.keeps_memory and not takes_lr(run.memory, run.group):
+            return (
+                "a CUDA graph would repeat the numbers that Python computes for it (cuda_graph_mode): make the "
+                "optimizer with capturable=True, and with a learning rate that is a tensor on the device"
+            )
         if not self._collect_state(run):
             return "its parameters have different state"
         return kernels.find(run.memory, run.group, run.state, scaled)
@@ -180,6 +186,12 @@ class FlatStep:
             for run in self._runs_of(group):
                 found.setdefault(run.bucket, []).append(run)
         return found
+
+    def memory(self) -> Iterator[Tensor]:
+        """Yield the tensors that steps over runs read and write, gradients excepted."""
+        for run in itertools.chain.from_iterable(self.runs_by_bucket().values()):
+            yield run.memory
+            yield from (value for value in run.state.values() if isinstance(value, Tensor))
 
     @torch.no_grad()
     def step_bucket(
@@ -376,6 +388,12 @@ class FlatStep:
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
+
+
+def _is_of_scheduler(step: Any) -> bool:
+    """Whether a method was put around the optimizer's by a scheduler of torch, which only counts calls."""
+    code = getattr(step, "__code__", None)
+    return code is not None and code.co_filename == torch.optim.lr_scheduler.__file__
 
 
 def _note_write(run: Run) -> None:

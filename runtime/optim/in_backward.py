@@ -129,8 +129,6 @@ class StepInBackward:
     def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
         if bucket.plan.offload is not None:
             return "its gradient is copied to host memory"
-        if bucket.plan.keeps_memory:
-            return "its gradient keeps its memory (cuda_graph_mode)"
         if bucket.plan.inspected:
             return "gradients are checked for NaN first (report_nan_in_param_grad)"
         if sum(len(run.params) for run in runs) != len(bucket.params) or not all(bucket.trains):
@@ -143,6 +141,13 @@ class StepInBackward:
         """Find the buckets whose gradients have other sources, after a backward that has stepped over none."""
         self._has_begun = True
         self._other_sources |= {bucket for bucket in self._buckets if not gradients.is_as_installed(bucket)}
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients that keep it from step to step (``cuda_graph_mode``), after the first step."""
+        for bucket, _, why in self._trained():
+            if not why:
+                gradients.clear(bucket)
+                bucket.free_kept("gradient", "shown")
 
     @contextlib.contextmanager
     def stepping(self, kernels: UpdateKernels | None) -> Iterator[StepInBackward]:

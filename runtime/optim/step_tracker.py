@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,9 +113,14 @@ class StepTracker:
             self.fail(error)
             raise
 
-    def forget(self) -> None:
-        """Forget a step that has begun, but has changed nothing: it was captured."""
-        self._running = None
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """What is known of steps. A step that was captured has changed nothing: set it to what was known before."""
+        return self._running, self._version, self._ahead, self._is_half_done, self._failed_in_backward
+
+    @progress.setter
+    def progress(self, known: tuple[Any, ...]) -> None:
+        self._running, self._version, self._ahead, self._is_half_done, self._failed_in_backward = known
 
     def reset(self) -> None:
         """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""

@@ -7,6 +7,9 @@ The step is traced once for a flat tensor of any length. Runs whose groups have 
 for the learning rate, which is an input. torch's fused kernels exist for five optimizers. A generated one reads and
 writes each element of parameter, gradient and state once, for every optimizer that works element by element.
 
+An optimizer made with ``capturable=True`` counts its steps on the device, and its learning rate may be a tensor there.
+Its kernel computes the numbers itself. Python computes nothing then, so that a CUDA graph can repeat the step.
+
 The trace is of the plain form of the step (``foreach=False, fused=False``). Its results are those of
 ``optimizer.step()``, up to the rounding of a kernel that keeps intermediate values in registers. The state stays where
 it is: the kernel writes to the optimizer's own tensors.
@@ -44,6 +47,8 @@ _MOST = 3
 """With how many settings a group's step is compiled. If they change more often, it is no longer compiled."""
 _CHANGING = frozenset({"params", "param_names", "lr"})
 """What a parameter group has besides the settings that a trace holds as constants."""
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
+"""What schedulers keep in a parameter group: tensors if the learning rate is one. torch's optimizers do not read it."""
 _OF_ALL = frozenset({"defaults", "state", "param_groups", "_opt_called"})
 """Attributes of all optimizers, which are looked at elsewhere, or by schedulers only."""
 
@@ -63,8 +68,9 @@ class UpdateKernel:
 
     Args:
         numbers: ``(lr, *counters) -> numbers``. Advances the counters, 0-dimensional tensors in host memory.
-        kernel: ``(numel, flat, gradient, scale, *state, *numbers)``. Writes to ``flat`` and to the state.
+        kernel: ``(numel, flat, gradient, scale, lr, *state, *numbers)``. Writes to ``flat`` and to the state.
         counters, tensors: Names of the state that each of them takes.
+        takes_lr: Whether the kernel takes the learning rate, a tensor on the device. There are no numbers then.
     """
 
     def __init__(
@@ -73,8 +79,10 @@ class UpdateKernel:
         kernel: Callable[..., Any],
         counters: Sequence[str],
         tensors: Sequence[str],
+        takes_lr: bool,
     ) -> None:
         self._numbers, self._kernel, self._counters, self._tensors = numbers, kernel, counters, tensors
+        self._takes_lr = takes_lr
         self._last: tuple[float, ...] = ()  # what the next two were computed of
         self._given: Sequence[Tensor] = ()
         self._counted: Sequence[float] = ()
@@ -90,6 +98,14 @@ class UpdateKernel:
             lr: The learning rate.
             state: The optimizer's state for ``flat``.
         """
+        inputs = [*(() if scale is None else (scale,)), *((lr,) if self._takes_lr else ())]
+        inputs += (state[name] for name in self._tensors)
+        self._kernel(flat.numel(), flat, gradient, *inputs, *self._count(lr, state))
+
+    def _count(self, lr: Any, state: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Advance the counters in host memory. Return what Python computes of them and of the learning rate."""
+        if self._takes_lr:
+            return ()
         counters = [state[name] for name in self._counters]
         found = (float(lr), *(counter.item() for counter in counters))
         if found == self._last:  # as in the other runs of this step
@@ -99,8 +115,7 @@ class UpdateKernel:
             numbers = self._numbers(torch.tensor(found[0], dtype=torch.float64, device="cpu"), *counters)
             self._given = torch.tensor(numbers, dtype=torch.float32, device="cpu").unbind() if numbers else ()
             self._last, self._counted = found, [counter.item() for counter in counters]
-        scales = () if scale is None else (scale,)
-        self._kernel(flat.numel(), flat, gradient, *scales, *(state[name] for name in self._tensors), *self._given)
+        return self._given
 
 
 class UpdateKernels:
@@ -148,8 +163,9 @@ class UpdateKernels:
         if why := _refused(flat, group, state):
             return why
         kinds = tuple((name, value.dtype, value.device, value.ndim) for name, value in state.items())
+        rate = group["lr"].dtype if takes_lr(flat, group) else None
         try:
-            key = flat.dtype, flat.device, scaled, kinds, self._constants_of(group)
+            key = flat.dtype, flat.device, scaled, rate, kinds, self._constants_of(group)
         except CannotCompile as error:
             return str(error)
         if key not in self._kernels:
@@ -167,6 +183,8 @@ class UpdateKernels:
             optimizer = self._optimizer
             constants = [_plain_settings(group)]
             if not _is_of_torch(optimizer):  # those read nothing else
+                if held := [name for name in _OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
+                    raise CannotCompile(f"its setting {held[0]!r} is a Tensor")
                 constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
                 if not all(isinstance(key, Tensor) for key in optimizer.state):
                     raise CannotCompile("the optimizer keeps state that belongs to no parameter")
@@ -180,29 +198,34 @@ class UpdateKernels:
 
     @torch.no_grad()
     def _compile(self, flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], scaled: bool) -> UpdateKernel:
-        counters = tuple(name for name, value in state.items() if _is_counter(value))
+        on_device, lr_is_input = bool(group.get("capturable")), takes_lr(flat, group)
+        counters = tuple(name for name, value in state.items() if _is_counter(value) and not on_device)
         tensors = tuple(name for name in state if name not in counters)
-        given = [_number(), *(_like(state[name]) for name in counters)]
+        given = [*([] if lr_is_input else [_number()]), *(_like(state[name]) for name in counters)]
         elements = [
             _like(flat),
             _like(flat),
             *[_number(flat.device)] * scaled,
+            *([_like(group["lr"])] if lr_is_input else []),
             *(_like(state[name]) for name in tensors),
         ]
         settings = {name: False for name in ("foreach", "fused") if name in group}
         if "capturable" in group:  # otherwise the host would read counters that are on the device
             settings["capturable"] = any(state[name].ndim == 0 for name in tensors)
 
-        def run(lr: Tensor, *values: Tensor) -> None:
-            counted, (param, gradient, *rest) = values[: len(counters)], values[len(counters) :]
+        def run(*values: Tensor) -> None:
+            counted, (param, gradient, *rest) = list(values[: len(given)]), values[len(given) :]
             if scaled:
                 gradient = gradient * rest.pop(0)
+            lr = rest.pop(0) if lr_is_input else counted.pop(0).item()
             held = dict(zip((*counters, *tensors), (*counted, *rest), strict=True))
-            changed = settings | ({"lr": lr.item()} if "lr" in group else {})
+            changed = settings | ({"lr": lr} if "lr" in group else {})
             param.requires_grad_().grad = gradient
             self._step_twin(group, changed, param, {name: held[name] for name in state})
 
         numbers, kernel = _split(_trace(run, *given, *elements), len(given))
+        if lr_is_input and len(_inputs(kernel)) > len(elements):
+            raise CannotCompile("it computes numbers on the host, although it is capturable")
         elements += [_number() for _ in _inputs(kernel)[len(elements) :]]
         # Traced again, because AOTAutograd refuses graphs with fake tensors of which a number was read.
         kernel = _trace(kernel, *elements)
@@ -211,7 +234,7 @@ class UpdateKernels:
             kernel.graph.placeholder("numel")
         kernel.recompile()
         compiled = compat.compile_kernel(kernel, [inputs[0].numel(), *inputs], self._settings)
-        found = UpdateKernel(numbers.forward, compiled, counters, tensors)
+        found = UpdateKernel(numbers.forward, compiled, counters, tensors, lr_is_input)
         self._try(found, flat, group, state, scaled)
         return found
 
@@ -271,7 +294,8 @@ class UpdateKernels:
         scale = torch.tensor(0.7, dtype=torch.float32, device=flat.device) if scaled else None
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
             self._step_twin(group, {"params": []}, param, {})  # what remains to do if kernels step over all parameters
-            for lr in (1e-2, 3e-3):
+            for rate in (1e-2, 3e-3):
+                lr = torch.full_like(group["lr"], rate) if takes_lr(flat, group) else rate
                 gradient = draw(flat.dtype)
                 param.grad = gradient if scale is None else gradient * scale
                 self._step_twin(group, {"lr": lr} if "lr" in group else {}, param, own)
@@ -290,8 +314,18 @@ def _largest(value: Tensor) -> float:
     return value.float().nan_to_num(0.0).abs().max().item()  # the root of a variance is NaN for some random state
 
 
+def takes_lr(flat: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a compiled step takes the learning rate from the device, so that Python computes no numbers for it."""
+    lr = group.get("lr")
+    return bool(group.get("capturable")) and isinstance(lr, Tensor) and lr.ndim == 0 and lr.device == flat.device
+
+
 def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((name, value) for name, value in group.items() if name not in _CHANGING)
+    return sorted(
+        (name, value)
+        for name, value in group.items()
+        if name not in _CHANGING and not (name in _OF_SCHEDULERS and isinstance(value, Tensor))
+    )
 
 
 def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -342,13 +376,16 @@ def _refused(flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -
     if flat.dtype == torch.float64 or flat.dtype.is_complex:
         return f"its parameters are in {flat.dtype}, and numbers for kernels in torch.float32"
     lr = group.get("lr", 0.0)
-    if not isinstance(lr, (int, float)) and not (isinstance(lr, Tensor) and _is_counter(lr)):
+    is_tensor = isinstance(lr, Tensor) and (_is_counter(lr) or takes_lr(flat, group))
+    if not isinstance(lr, (int, float)) and not is_tensor:
         return f"its learning rate is a {type(lr).__name__} that is not in host memory"
     for name, value in state.items():
         if type(value) is not Tensor:
             return f"its state {name!r} is a {type(value).__name__}, and not a tensor"
         if value.ndim and (value.shape != flat.shape or not value.is_contiguous()):
             return f"its state {name!r} has another shape"
+        if group.get("capturable") and value.device != flat.device:
+            return f"its state {name!r} is in host memory, although it is capturable"
         if _is_counter(value) and value.dtype in (torch.int64, torch.float64):
             return f"its state {name!r} counts in {value.dtype}"  # a trace would take its number for a constant
     memory = [value.data_ptr() for value in (flat, *state.values()) if value.numel()]

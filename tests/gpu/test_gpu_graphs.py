@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_models import FAKE, MODES, same_bits, tokens, whole
 
-from mfsdp_compile import capture_step, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import capture_step, compile_step, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.models.llama import Block
 
 STEPS = 4
@@ -68,6 +68,43 @@ def test_captured_steps_have_the_bits_of_ordinary_ones(mode: str, strategy: int,
         mine = train(mode, strategy, True, microbatches)
         torch._dynamo.reset()
         its = train(mode, strategy, False, microbatches)
+    for number, (a, b) in enumerate(zip(mine, its, strict=True)):
+        assert torch.equal(a, b), number
+
+
+def train_in_steps(mode: str, captures: bool, **arguments: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return losses and weights of ``compile_step``, and the step."""
+    model: Any = fully_shard_model(whole(), fsdp_unit_modules=[Block], cuda_graph_mode=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+    how: dict[str, Any] = {"backend": None} if mode == "eager" else {"options": {"inner": mode}}
+    step = compile_step(model, optimizer, cuda_graphs=captures, **how, **arguments)
+    found = []
+    for number in range(STEPS + 2):
+        found.append(step(*tokens(number)).clone())
+        if step.grad_norm is not None:
+            found.append(step.grad_norm.clone())
+        schedule.step()
+    found += [param.to_local().detach().clone() for param in model.parameters()]
+    return found, step
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.5}, {"compile_optimizer": True}], ids=str)
+def test_captured_train_steps_have_the_bits_of_ordinary_ones(mode: str, arguments: dict[str, Any]) -> None:
+    if mode != "inductor" and "max_norm" in arguments:
+        pytest.skip("as with Inductor")
+    if FAKE and "compile_optimizer" in arguments:
+        pytest.skip("nothing compiles for fake GPUs")
+    with on_any_device(), same_bits():
+        mine, captured = train_in_steps(mode, True, **arguments)
+        torch._dynamo.reset()
+        its, _ = train_in_steps(mode, False, **arguments)
+        is_compiled = mode == "inductor" or "compile_optimizer" in arguments
+        explained = captured.explain()
+        assert ("the optimizer's step is compiled, as 1 kernel" in explained) is is_compiled, explained
+    captured.reset()
     for number, (a, b) in enumerate(zip(mine, its, strict=True)):
         assert torch.equal(a, b), number
 

@@ -561,6 +561,14 @@ def test_schedules_and_hooks() -> None:
     step = compared(lambda params: torch.optim.AdamW(params, lr=1e-2), schedule)
     assert "keep changing" in step.explain(), "it changes betas"
 
+    def scheduled(params: list[Any]) -> torch.optim.Optimizer:
+        """A scheduler that wraps ``step`` first."""
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+        return optimizer
+
+    assert "as 1 kernel" in compared(scheduled).explain()
+
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1e-3)
 
