@@ -14,7 +14,8 @@ the graph runs.
 
 :func:`apply` runs before :mod:`.reduce`, which moves the new nodes right behind the waits of their buckets, and
 :func:`place` after all others: what reads a bucket at rest may come later than its gradients, as the product that gives
-the gradient of a layer's input does. Needs: roles.
+the gradient of a layer's input does. A gradient in host memory is delivered right before the next one is copied there:
+the host waits for the copy, and the CPU steps, while the device runs the backward of the next unit. Needs: roles.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
         if (bucket := bucket_at_rest(node)) is not None:
             at_rest.setdefault(bucket, []).append(node)
     for gradient, bucket in _gradients(graph):
-        if gradient not in returned or context.buckets[bucket].exchange.offload:
-            continue  # a gradient on its way to host memory is awaited when the graph has returned
+        if gradient not in returned:
+            continue
         with graph.inserting_after(gradient):
             delivered = graph.call_function(roles.DELIVER, (gradient, at_rest.get(bucket, []), bucket))
         value = gradient.meta["val"]
@@ -53,14 +54,20 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    lines = []
+    nodes = list(graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    copies, lines = list(graph.find_nodes(op="call_function", target=roles.OFFLOAD)), []
     for node in graph.find_nodes(op="call_function", target=roles.DELIVER):
         readers = [reader for rest in node.args[1] for reader in readers_at_rest(rest) if reader is not node]
-        last = max(readers, key=order.__getitem__, default=node)
+        last, why = max(readers, key=order.__getitem__, default=node), "which reads it at rest"
+        if node.args[0] in copies:  # the host waits for the copy, after it has queued what the device does meanwhile
+            following = copies.index(node.args[0]) + 1
+            before = nodes[order[copies[following] if following < len(copies) else nodes[-1]] - 1]
+            if order[before] > order[last]:
+                last, why = before, "while its copy to the host arrives"
         if order[last] > order[node]:
             last.append(node)
-            lines.append(f"{context.buckets[node.args[2]].name}: after {last.name}, which reads it at rest")
+            lines.append(f"{context.buckets[node.args[2]].name}: after {last.name}, {why}")
     return Report("deliver", lines)
 
 

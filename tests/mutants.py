@@ -1257,7 +1257,7 @@ def gradient_copied_twice(s: Subject) -> Iterator[Change]:
     """The second copy reads what has not arrived."""
     for copy in _of(s, roles.OFFLOAD):
         again = functools.partial(call, copy, roles.OFFLOAD, copy, copy.args[1], bucket=role_of(copy).bucket)
-        yield lambda n=copy, make=again: s.output.replace_input_with(n, make())
+        yield lambda n=copy, to=next(iter(copy.users)), make=again: to.replace_input_with(n, make())
 
 
 def gradient_copied_to_other_memory(s: Subject) -> Iterator[Change]:
@@ -1277,7 +1277,8 @@ def gradient_reduced_on_the_host(s: Subject) -> Iterator[Change]:
 def gradient_changed_on_the_host(s: Subject) -> Iterator[Change]:
     """The CPU reads what has not arrived."""
     for copy in _of(s, roles.OFFLOAD):
-        yield lambda n=copy: s.output.replace_input_with(n, call(n, aten.clone.default, n))
+        to = next(iter(copy.users))  # the output, or what delivers it
+        yield lambda n=copy, to=to: to.replace_input_with(n, call(n, aten.clone.default, n))
 
 
 def _waits(s: Subject) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -342,6 +342,7 @@ class _Clock:
         self.context, self.costs, self.details = context, costs, details
         self.optimizer = optimizer or OptimizerCost("none", 0, 0, 0)
         self.stepped: set[int] = set()
+        self.arrived: dict[int, float] = {}  # when gradients of buckets are in host memory
         self._slower = 1 + costs.hardware.compute_slowdown
         self.now = 0.0
         self.computed = 0.0
@@ -474,7 +475,7 @@ class _Clock:
                 self.work(stage, unit or info.unit, collective.after)
                 is_last = collective.what == "reduce" and collective.stage == len(info.exchange.groups) - 1
                 if is_last and info.exchange.offload:
-                    self.copy(True, self.costs.host_copy(info.shard_bytes))
+                    self.arrived[collective.bucket] = self.copy(True, self.costs.host_copy(info.shard_bytes))
             elif isinstance(event, Compute):
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops
@@ -483,8 +484,7 @@ class _Clock:
             elif isinstance(event, WaitCopy):
                 self.idle_until(stage, unit, copied.pop(event.copy))
             elif isinstance(event, StepBucket):
-                self.stepped.add(event.bucket)
-                self.step_over([buckets[event.bucket]], stage)
+                self.step_over([event.bucket], stage)
             else:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
@@ -521,21 +521,27 @@ class _Clock:
 
     def step(self) -> None:
         """Step over the buckets that backward has left."""
-        left = [i for n, i in enumerate(self.context.buckets) if i.trainable and n not in self.stepped]
-        self.step_over(left, Stage.OPTIMIZER)
+        trained = [number for number, info in enumerate(self.context.buckets) if info.trainable]
+        self.step_over([number for number in trained if number not in self.stepped], Stage.OPTIMIZER)
+        for info in (self.context.buckets[number] for number in trained):
+            if info.exchange.offload and not info.is_fetched:  # copied before the next forward begins
+                self.idle_until(Stage.OPTIMIZER, "optimizer", self.now + self.costs.host_copy(info.shard_bytes))
 
-    def step_over(self, trained: Sequence[BucketInfo], stage: Stage) -> None:
+    def step_over(self, numbers: Sequence[int], stage: Stage) -> None:
+        """Step over buckets: on the device, and on the CPU over those in host memory."""
         optimizer, begun = self.optimizer, self.now
+        trained = [self.context.buckets[number] for number in numbers]
         on_host = sum(info.layout.shard_numel for info in trained if info.exchange.offload)
         elements = sum(info.layout.shard_numel for info in trained) - on_host
+        self.stepped.update(numbers)
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, stage, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
-        if on_host:  # the CPU begins when the last gradient is there, while the device steps over its shards
-            arrived = max(begun, self.free_at.get("to the host", 0.0))
-            self.now = max(self.now, arrived + self.costs.host_moved(on_host * optimizer.moved_bytes))
-            for info in trained:  # what the device keeps of them is copied before the next forward begins
-                if info.exchange.offload and not info.is_fetched:
-                    self.now += self.costs.host_copy(info.shard_bytes)
+        if on_host:  # the CPU begins when the last gradient is there. What the device has queued goes on meanwhile.
+            arrived = max(self.arrived.get(number, begun) for number in numbers)
+            begin = max(arrived, self.free_at.get("optimizer on the host", 0.0))
+            end = begin + self.costs.host_moved(on_host * optimizer.moved_bytes)
+            self.now = max(self.now, end)
+            self.free_at["optimizer on the host"] = end
         if self.details:
             self.span("compute", "optimizer", "optimizer", stage, begun, self.now)
         self.units[stage, "optimizer"] = self.units.get((stage, "optimizer"), 0.0) + self.now - begun

@@ -333,6 +333,7 @@ class StepOutlines:
         starts: list[list[Event]] = [[] for _ in gradients]
         ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
         behind: list[list[Event]] = [[] for _ in gradients]
+        on_host: list[Event] = []  # steps over the last bucket in host memory, before the next gradient is copied there
         for i, (g, how) in enumerate(zip(gradients, hows, strict=True)):
             info = context.buckets[g.bucket]
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
@@ -364,6 +365,10 @@ class StepOutlines:
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result
+            steps = ends and context.steps_early
+            if steps and info.exchange.offload:
+                place += on_host
+                on_host = [StepBucket(g.bucket)]
             final = Allocate(Category.GRADIENTS, info.device_gradient_bytes)
             if seconds := self.costs.finish(info):
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
@@ -371,8 +376,9 @@ class StepOutlines:
                 place += [Free(Category.GRADIENTS, held), final]
             if not begins and not info.exchange.may_wait(0):  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
-            if ends and context.steps_early and not info.exchange.offload:
+            if steps and not info.exchange.offload:
                 place += [StepBucket(g.bucket), Free(Category.GRADIENTS, final.bytes)]
+        ahead[-1] += on_host
         packed: list[tuple[int, Event]] = []
         others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):

@@ -175,8 +175,6 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
             if found.order[reader] > found.order[node]:
                 yield f"{reader} reads it at rest after its gradient was delivered by {node}", reader, bucket
     for reduction in found.reductions:
-        if found.info(reduction.bucket).exchange.offload:
-            continue
         for _, after in reduction.returned if reduction.stages else [(0, reduction.before[0])]:
             last = after[-1] if after else reduction.last
             if last.target is not roles.DELIVER:

@@ -49,7 +49,7 @@ def right_arena(found: Analysis, contract: Contract | None) -> Findings:
                 if node.args[1] != exchange.pins:
                     kind = "pinned" if node.args[1] else "pageable"
                     yield f"{node} copies its gradient to {kind} memory", node, reduction.bucket
-                if node is not after[-1]:
+                if any(later.target is not roles.DELIVER for later in after[after.index(node) + 1 :]):
                     yield f"its gradient is changed after {node}, on the host", node, reduction.bucket
 
 

@@ -135,6 +135,9 @@ def deliver_to(backward: Backward, gradient: Tensor) -> None:
     requested = backward.requested or RequestedGradients.of(backward.leaves)
     backward.delivered, backward.kept = False, None  # an earlier backward may have failed
     if requested.returned:
+        bucket = backward.bucket()
+        if bucket is not None and bucket.plan.offload is not None:
+            host.settle(bucket.device)
         backward.kept = gradient.clone()
         return
     _receive(backward, gradient, in_graph=True)

@@ -2,6 +2,8 @@
 
     gradients -> reduce-scatter -> wait -> the optimizer's own step over this bucket -> gradient's memory is free
 
+Of a bucket in host memory, the CPU steps over the shard while the device runs the backward of the next units.
+
 A bucket's gradient is then in memory for a moment only, and parameters have no ``.grad``. Each bucket is stepped by the
 optimizer itself, over flat shards (:mod:`.flat_step`), so that numbers, state, groups and state dicts are those of
 ``optimizer.step()``. ``optimizer.step()`` still follows, and steps what is left.
@@ -127,8 +129,6 @@ class StepInBackward:
         return "hooks run before and after a step" if compat.has_step_hooks(self._optimizer) else ""
 
     def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
-        if bucket.plan.offload is not None:
-            return "its gradient is copied to host memory"
         if bucket.plan.inspected:
             return "gradients are checked for NaN first (report_nan_in_param_grad)"
         if sum(len(run.params) for run in runs) != len(bucket.params) or not all(bucket.trains):

@@ -71,6 +71,7 @@ PRECISIONS: dict[str, dict[str, str | int | None]] = {
 
 _REGIONS = {"regions": True}
 _WIDENED = {"float32_gradients": True}
+_STEPS = {"step_in_backward": True}
 _DOUBLE = {"fsdp_double_buffer": True}
 
 
@@ -172,6 +173,9 @@ COMPUTED: dict[int, list[Row]] = {
                 "2 microbatches, strategy 1": _float32(microbatches=2, strategy=1),
                 "parameters offloaded": _float32(offloads="parameters"),
                 "optimizer offloaded": _float32(offloads="optimizer"),
+                "steps in backward": _float32(options=_STEPS),
+                "steps in backward, parameters offloaded": _float32(options=_STEPS, offloads="parameters"),
+                "steps in backward, optimizer offloaded": _float32(options=_STEPS | _REGIONS, offloads="optimizer"),
                 "activations offloaded": _float32(
                     options={"activation_offload": True, "activation_offload_least": 256}
                 ),

@@ -25,6 +25,7 @@ from mfsdp_compile.passes.solver.simulate import (
     Stage,
     Start,
     StartCopy,
+    StepBucket,
     Timeline,
     Wait,
     WaitCopy,
@@ -88,6 +89,25 @@ def test_the_cpu_steps_when_the_last_gradient_has_arrived() -> None:
     assert found.peak_bytes == 100 + 250 * 4  # nothing on the device for what is stepped over on the host
     on_device = run(Start(reduce), Wait(reduce), of=AB, optimizer=optimizer)
     assert on_device.seconds == pytest.approx(1e-6 + 2 * 250 * 8 / 1e11)
+
+
+def test_the_cpu_steps_while_the_device_computes() -> None:
+    """In backward, it steps (0.2 us) when the gradient has arrived (12 us), whatever the device has queued meanwhile.
+
+    What is queued after the step waits for it. Steps over two buckets follow each other.
+    """
+    both = context([bucket("a", offload="cpu"), bucket("b", offload="cpu")])
+    last, optimizer = len(both.buckets[0].exchange.groups) - 1, OptimizerCost("a", 8, 8, 4)
+    first, second = (Collective("reduce", number, last, 0.0, 1e-6, "g") for number in range(2))
+    begun = [Start(first), Wait(first)]
+    hidden = run(*begun, Compute(30e-6, 0.0), StepBucket(0), Compute(1e-6, 0.0), of=both, optimizer=optimizer)
+    left = run(*begun, Compute(30e-6, 0.0), Compute(1e-6, 0.0), of=both, optimizer=optimizer)
+    assert hidden.seconds == pytest.approx(32e-6 + 0.2e-6)  # b is left
+    assert left.seconds == pytest.approx(32e-6 + 0.4e-6)
+    shown = run(*begun, Compute(2e-6, 0.0), StepBucket(0), Compute(1e-6, 0.0), of=both, optimizer=optimizer)
+    assert shown.seconds == pytest.approx(12e-6 + 0.2e-6 + 1e-6 + 0.2e-6)
+    queued = run(*begun, Start(second), Wait(second), StepBucket(0), StepBucket(1), of=both, optimizer=optimizer)
+    assert queued.seconds == pytest.approx(1e-6 + 22e-6 + 0.2e-6), "the second gradient arrives after the first step"
 
 
 def test_a_copy_on_the_device_is_written_once_a_step() -> None:

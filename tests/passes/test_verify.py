@@ -181,6 +181,13 @@ def graphs() -> list[Scheduled]:
             *captured("8 bits on the wire", zoo.Plain, "HSDP optim_grads_params", policy=IN_EIGHT_BITS),
             *captured("steps in backward", zoo.Uneven, "optim_grads_params", step_in_backward=True),
             *captured("steps in backward", zoo.Plain, "HSDP optim", BF16, step_in_backward=True),
+            *captured(
+                "steps in backward, host memory",
+                zoo.Uneven,
+                "optim_grads_params",
+                step_in_backward=True,
+                offload=CPUOffloadPolicy(),
+            ),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, compile_step, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import (
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    OptimizerOffloadPolicy,
+    compile_step,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
@@ -486,11 +493,40 @@ def test_hooks_and_other_reasons() -> None:
     assert len(trained.stepped) == count
 
 
+@pytest.mark.long_if("*-aot_eager-OptimizerOffloadPolicy")
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy, OptimizerOffloadPolicy])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
-def test_buckets_in_host_memory(mode: str) -> None:
-    trained = check(mode, ahead=False, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert "its gradient is copied to host memory" in trained.step.explain()
+def test_buckets_in_host_memory(mode: str, policy: Any) -> None:
+    """The CPU steps over them."""
+    check(mode, offload_policy=policy(pin_memory=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_ways_to_train_in_host_memory(mode: str) -> None:
+    policy = OptimizerOffloadPolicy(pin_memory=False)
+    for strategy in (1, 2, 3):
+        check(mode, accumulation=2, zero_dp_strategy=strategy, offload_policy=policy)
+    half = MixedPrecisionPolicy(torch.bfloat16)
+    check(mode, offload_policy=policy, mixed_precision_policy=half)
+    check(mode, ahead=False, offload_policy=policy, max_norm=0.01)
+    check(mode, factory=zoo.Plain, offload_policy={zoo.Block: policy})  # and the root's on the device
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_compiled_steps_in_host_memory() -> None:
+    one, other = (
+        Trained(
+            how, INDUCTOR, offload_policy=CPUOffloadPolicy(pin_memory=False), compile_optimizer=how == "compile_step"
+        )
+        for how in ("written out", "compile_step")
+    )
+    assert "as 1 kernel" in other.step.explain()
+    for name, value in one.tensors.items():  # a kernel rounds less often
+        torch.testing.assert_close(value, other.tensors[name], rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
@@ -673,6 +709,32 @@ def test_gradients_are_delivered_behind_their_waits() -> None:
     assert len(delivers) == len(starts) == 5
     for deliver, following, after in zip(delivers[:-2], starts[1:], starts[2:], strict=False):
         assert following < deliver < after
+
+
+@on_ranks(2)
+def test_gradients_in_host_memory_are_delivered_before_the_next_copy() -> None:
+    """The host waits for a copy when it has queued the backward of another unit."""
+    graphs: list[list[Any]] = []
+
+    def note(graph: torch.fx.Graph, context: Any, phase: Any) -> None:
+        if phase.value == "backward":
+            graphs.append(list(graph.nodes))
+
+    policy = OptimizerOffloadPolicy(pin_memory=False)
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], offload_policy=policy)
+    step = compile_step(
+        model, torch.optim.SGD(model.parameters()), options={"inner": AOT_EAGER, "passes": [note], "regions": False}
+    )
+    step(parity.batches(1, shape=(3, 8))[0, dist.get_rank()])
+    (nodes,) = graphs
+    where = {node: number for number, node in enumerate(nodes)}
+    delivers = [node for node in nodes if node.target is roles.DELIVER]
+    copies = [deliver.args[0] for deliver in delivers]
+    assert [copy.target for copy in copies] == [roles.OFFLOAD] * 5
+    for deliver, following in zip(delivers, [*copies[1:], nodes[-1]], strict=True):
+        between = nodes[where[deliver.args[0]] + 1 : where[deliver]]
+        assert where[deliver] == where[following] - 1
+        assert deliver is delivers[-1] or any(node.target in roles.WAITS for node in between)
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
