@@ -188,7 +188,8 @@ class TrainStep:
         """Take a step: forward, backward, the optimizer's step and ``zero_grad``. A collective.
 
         Returns:
-            What the loss function returned, detached.
+            What the loss function returned, detached. With ``cuda_graphs``, the next step overwrites tensors that have
+            dimensions; a loss stays.
 
         Raises:
             RuntimeError: There were not as many calls of :meth:`accumulate` before as ``accumulation`` says.
@@ -201,7 +202,7 @@ class TrainStep:
             )
         with self._guarded():
             is_first = self._in_backward is None or self._in_backward.is_first
-            found, self.grad_norm = self._microbatch(True, is_first, batch, more)
+            found, self.grad_norm = self._kept(self._microbatch(True, is_first, batch, more))
             self._accumulated = 0
             return found
 
@@ -216,9 +217,15 @@ class TrainStep:
                 "call step(...) for it, or pass a larger number to compile_step."
             )
         with self._guarded():
-            found, _ = self._microbatch(False, False, batch, more)
+            found, _ = self._kept(self._microbatch(False, False, batch, more))
             self._accumulated += 1
             return found
+
+    def _kept(self, found: Any) -> Any:
+        """Return what a microbatch has returned, with numbers in memory that the next replay does not write to."""
+        if self._graphs is None:
+            return found
+        return compat.tree_map_only(Tensor, lambda value: value if value.ndim else value.clone(), found)
 
     def reset(self) -> None:
         """Free the CUDA graphs. The next steps run as usual, and are captured again."""
@@ -332,7 +339,7 @@ class TrainStep:
         except BaseException:
             self._accumulated = 0
             for model in self._models:
-                model.grad_sync.zero()
+                model.zero_gradients(set_to_none=True, kept=None)
             raise
 
     @contextlib.contextmanager

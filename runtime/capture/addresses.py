@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .. import compat
 from ..memory.tensor import UnreducedGradient
 from ..model.sharded_model import ShardedModel
 from ..optim.flat_step import flat_step_of
+from ..optim.update_kernel import OF_SCHEDULERS
 
 _ADDRESS = "address"
+_OF_SCHEDULERS = frozenset({"_opt_called"})
+"""Attributes of an optimizer that schedulers set."""
 Fact = tuple[str, str, Any]
 """Kind of what is baked in, its name, and its address or value."""
 
@@ -80,10 +85,13 @@ def _hashable(fact: Fact) -> tuple[str, str, str]:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
-    kind = type(optimizer).__name__
+    kind, is_of_torch = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim.")
+    for name, value in () if is_of_torch else vars(optimizer).items():
+        if isinstance(value, (bool, int, float, str)) and name not in _OF_SCHEDULERS:
+            yield f"{kind}'s attribute", name, value
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name != "params":
+            if name != "params" and not (is_of_torch and name in OF_SCHEDULERS):
                 yield f"{kind}'s hyperparameter, in group {number},", name, _fact(value)
         for param in group["params"]:
             handle = getattr(param, "mfsdp_handle", None)
@@ -97,7 +105,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
 
 
 def _fact(value: Any) -> Any:
-    return (_ADDRESS, _address(value)) if isinstance(value, Tensor) else value
+    return (_ADDRESS, _address(value)) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def is_address(value: Any) -> bool:
@@ -135,10 +143,22 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
-    """Return why a step of one of these optimizers cannot be captured; None: all of them can."""
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> str | None:
+    """Return why a step of one of these optimizers cannot be captured on ``device``; None: all of them can."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
+        if compat.has_step_hooks(optimizer):
+            return f"hooks run before or after the step of {kind}, and a replay runs no Python. Remove them"
+        held = [
+            (f"hyperparameter {name!r}", value) for group in optimizer.param_groups for name, value in group.items()
+        ]
+        held += [(f"state {name!r}", value) for state in optimizer.state.values() for name, value in state.items()]
+        for what, value in held:
+            if isinstance(value, Tensor) and value.device != device:
+                return (
+                    f"the {kind}'s {what} is a tensor on {value.device}, whose value every replay would take from the "
+                    f"capture. Put it on {device}"
+                )
         for group in optimizer.param_groups:
             if not group.get("capturable", True):
                 return (

@@ -14,16 +14,21 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
+from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS
 from ..model.sharded_model import ShardedModel
 from ..program_lines import program_line_of
 from ..ranks.agreement import has_others
 from .addresses import Baked, Fact, difference, is_address, refuse_optimizers, static_tensors
 from .devices import Graph, GraphDevice
-from .host_state import HostState
+from .host_state import HostState, OptimizerHostState
 from .operators import CapturedOperators
 
 MOST_GRAPHS = 16
 """Most graphs of one step. A step that needs more has an argument, or a state, that differs from call to call."""
+_MOST_KINDS = 4 * MOST_GRAPHS
+"""Most kinds of calls, with those that were not captured."""
+_MOST_AGAIN = 3
+"""How often a kind of call runs as usual once more, because something has changed since the last time."""
 
 _AS_CAPTURED = "A replay uses what the step used when it was captured."
 
@@ -77,9 +82,10 @@ class CapturedStep:
         self._modules = tuple(model.module.modules())
         self._calls: Counter[Hashable] = Counter()
         self._optimizers: dict[Hashable, list[torch.optim.Optimizer]] = {}
+        self._facts: dict[Hashable, Sequence[Fact]] = {}
         self._graphs: dict[Hashable, _Captured] = {}
+        self._forms: dict[Hashable, list[tuple[torch.Size, torch.dtype]]] = {}
         self._inputs: dict[Hashable, list[Tensor]] = {}
-        self._captures = 0
         model.captured_steps.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +110,7 @@ class CapturedStep:
         key = kind, state.key, self._settings()
         captured = self._graphs.get(key)
         if captured is None:
-            if self._calls[key] < self._warm_up:
+            if self._runs_as_usual(key):
                 self._calls[key] += 1
                 return self._run(key, args, kwargs)
             captured = self._graphs[key] = self._capture(key, kind, state, leaves, structure, tensors)
@@ -115,7 +121,7 @@ class CapturedStep:
         """Free all graphs. The next calls run as usual and capture again."""
         for captured in self._graphs.values():
             captured.graph.reset()
-        for known in (self._graphs, self._calls, self._optimizers, self._inputs):
+        for known in (self._graphs, self._calls, self._optimizers, self._facts, self._forms, self._inputs):
             known.clear()
 
     @property
@@ -131,9 +137,22 @@ class CapturedStep:
         return (
             tuple(bucket.signature for bucket in model.buckets),
             tuple(module.training for module in self._modules),
+            tuple(self._hooks()),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
+
+    def _hooks(self) -> Iterator[Hashable]:
+        """Yield the ids of hooks, which run when a step is captured, and not when it is replayed."""
+        for number, module in enumerate(self._modules):
+            around_forward = module._forward_pre_hooks, module._forward_hooks
+            for kind, hooks in enumerate((*around_forward, module._backward_pre_hooks, module._backward_hooks)):
+                if hooks:
+                    yield number, kind, *hooks
+        for bucket in self._model.buckets:
+            for number, param in enumerate(bucket.params):
+                for of_param in (vars(param).get(TENSOR_HOOKS), vars(param).get(ACCUMULATE_HOOKS)):
+                    yield bucket.plan.name, number, *(of_param or ())
 
     def _check_inputs(self, kind: Hashable, tensors: Sequence[Tensor]) -> None:
         device = self._model.buckets[0].device
@@ -144,24 +163,41 @@ class CapturedStep:
                     f"Tensor {number} among the arguments of the captured step {self._name} {what}. Arguments are "
                     f"copied into memory of the graph: pass tensors on {device} that need no gradients."
                 )
-        for number, (mine, given) in enumerate(zip(self._inputs.get(kind, ()), tensors, strict=False)):
-            if (mine.shape, mine.dtype) != (given.shape, given.dtype):
+        for number, ((shape, dtype), given) in enumerate(zip(self._forms.get(kind, ()), tensors, strict=False)):
+            if (shape, dtype) != (given.shape, given.dtype):
                 raise ValueError(
                     f"Tensor {number} among the arguments of the captured step {self._name} has shape "
-                    f"{tuple(given.shape)} and {given.dtype}; in its first call it had {tuple(mine.shape)} and "
-                    f"{mine.dtype}. Graphs have static shapes: pad the batch, or capture the step again for these "
+                    f"{tuple(given.shape)} and {given.dtype}; in its first call it had {tuple(shape)} and "
+                    f"{dtype}. Graphs have static shapes: pad the batch, or capture the step again for these "
                     "(another capture_step)."
                 )
-        if kind not in self._inputs:
-            self._inputs[kind] = [torch.empty_like(tensor) for tensor in tensors]
+        if kind not in self._forms:
+            if len(self._forms) == _MOST_KINDS:
+                raise RuntimeError(
+                    f"The step {self._name} was called in {_MOST_KINDS} ways, and this is another: an argument that "
+                    "is not a tensor differs from call to call. Pass what differs as a tensor."
+                )
+            self._forms[kind] = [(tensor.shape, tensor.dtype) for tensor in tensors]
 
     # -- as usual -----------------------------------------------------------------------------------------------------
+
+    def _runs_as_usual(self, key: Hashable) -> bool:
+        """Whether a call is not captured yet.
+
+        One that would find another optimizer state than the last call has left, such as a checkpoint's, has to arrange
+        it first, which a graph would repeat.
+        """
+        if (calls := self._calls[key]) < self._warm_up:
+            return True
+        now = self._baked.facts(self._optimizers[key], gradients=False)
+        return calls < self._warm_up + _MOST_AGAIN and difference(self._facts[key], now) is not None
 
     def _run(self, key: Hashable, args: Any, kwargs: Any) -> Any:
         found: list[torch.optim.Optimizer] = []
         with self._device.warm_up(), _watching_optimizers(found):
             outputs = self._step(*args, **kwargs)
         self._optimizers[key] = found
+        self._facts[key] = self._baked.facts(found, gradients=False)
         return _detached(outputs)
 
     # -- capture ------------------------------------------------------------------------------------------------------
@@ -188,11 +224,13 @@ class CapturedStep:
                 "a tensor."
             )
         optimizers = self._optimizers[key]
-        self._captures += 1
-        name = f"{self._name}, graph {self._captures}"
+        model.captures += 1  # names differ between all steps of a model: ranks compare them before each replay
+        name = f"{self._name}, graph {model.captures}"
         shapes = [f"argument {tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
         due = "reductions due" if model.grad_sync.is_due() else "reductions deferred"
         coordinator.agree("Capturing a step", [name, due, *shapes])
+        if kind not in self._inputs:
+            self._inputs[kind] = [torch.empty_like(tensor) for tensor in tensors]
         inputs = self._inputs[kind]
         for static, given in zip(inputs, tensors, strict=True):
             static.copy_(given)
@@ -202,7 +240,8 @@ class CapturedStep:
         args, kwargs = compat.tree_unflatten(
             [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
-        outputs, graph, reason = None, None, refuse_optimizers(optimizers)
+        known = [OptimizerHostState(optimizer) for optimizer in optimizers]
+        outputs, graph, reason = None, None, refuse_optimizers(optimizers, model.buckets[0].device)
         if reason is None:
             outputs, graph, reason = self._record(optimizers, inputs, args, kwargs)
         if (
@@ -216,6 +255,8 @@ class CapturedStep:
         if has_others(model.group):
             reasons = coordinator.conclude("capturing a step", [name], reason, list)
         if any(reasons):
+            for each in known:
+                each.restore()
             if graph is not None:
                 graph.reset()
             coordinator.forget_failure()
@@ -233,7 +274,7 @@ class CapturedStep:
         """Record the step. Return its outputs and its graph, or why there is none."""
         model, coordinator = self._model, self._model.coordinator
         assert model.module is not None
-        operators = CapturedOperators(model.module, (*inputs, *static_tensors(model, optimizers)))
+        operators = CapturedOperators(model.module, static_tensors(model, optimizers), inputs)
         found: list[torch.optim.Optimizer] = []
         outputs, graph, failure, steps = None, None, None, model.step_tracker.progress
         coordinator.captures = True

@@ -1,4 +1,4 @@
-"""What the host knows about a model between two calls of a step.
+"""What the host knows about a model and its optimizers between two calls of a step.
 
 A captured graph is a transition from one such state to another: which operators run depends on the first one, and a
 replay, which runs no Python, must leave the second one behind.
@@ -6,6 +6,7 @@ replay, which runs no Python, must leave the second one behind.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memory import gradients
 from ..memory.bucket import Bucket
 from ..memory.tensor import UnreducedGradient
 from ..model.sharded_model import ShardedModel
+from ..optim.flat_step import FlatStep, flat_step_of
 from ..step.grad_sync import SyncSettings
 
 
@@ -30,6 +33,8 @@ class _BucketState:
         provisional, used_now, clean: See :class:`.Bucket`.
         stale: Whether the resident must be gathered before it is used.
         quantized_stale: Whether the shard must be quantized before it is gathered.
+        shows_total: Whether gradients still show the sum in another dtype, which more is added to. Otherwise something
+            has written to them, and the sum is what they show.
     """
 
     gradients: tuple[tuple[Tensor, dict[str, Any]] | None, ...]
@@ -40,6 +45,7 @@ class _BucketState:
     clean: frozenset[int]
     stale: bool
     quantized_stale: bool
+    shows_total: bool
 
     @staticmethod
     def of(bucket: Bucket) -> _BucketState:
@@ -53,6 +59,7 @@ class _BucketState:
             frozenset(bucket.clean),
             bucket.is_stale,
             bucket.is_quantized_stale,
+            gradients.shows_total(bucket),
         )
 
     @property
@@ -66,6 +73,7 @@ class _BucketState:
             self.clean,
             self.stale,
             self.quantized_stale,
+            self.shows_total,
         )
 
     def restore(self, bucket: Bucket) -> None:
@@ -74,6 +82,7 @@ class _BucketState:
             if given is not None:
                 vars(given[0]).clear()
                 vars(given[0]).update(given[1])
+        gradients.mark_shown(bucket, self.shows_total)  # a replay writes, and no version counts that
         if bucket.pending is not None:
             bucket.pending.total, bucket.pending.kept = self.total, self.kept
         bucket.provisional, bucket.used_now, bucket.clean = (
@@ -145,3 +154,39 @@ class HostState:
             setattr(model.grad_sync.settings, setting.name, value)  # sync() and no_sync() hold the object
         for state, bucket in zip(self.buckets, model.buckets, strict=True):
             state.restore(bucket)
+
+
+class OptimizerHostState:
+    """State of one optimizer, without the values of its tensors.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._attributes = {name: _copy(value) for name, value in vars(optimizer).items()}
+        self._state = {param: dict(state) for param, state in optimizer.state.items()}
+        self._groups = [{name: _copy(value) for name, value in group.items()} for group in optimizer.param_groups]
+        flat: FlatStep | None = flat_step_of(optimizer)
+        self._runs = (
+            [] if flat is None else [(run, *run.held()) for runs in flat.runs_by_bucket().values() for run in runs]
+        )
+
+    def restore(self) -> None:
+        """Make this the optimizer's state."""
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        vars(optimizer).clear()
+        vars(optimizer).update(self._attributes, param_groups=groups, state=state)
+        state.clear()
+        state.update(self._state)
+        for group, saved in zip(groups, self._groups, strict=True):
+            group.clear()
+            group.update(saved)
+        for run, *held in self._runs:
+            run.hold(*held)
+
+
+def _copy(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,7 @@ class CapturedOperators(compat.TorchDispatchMode):
         module: The model, to name its tensors.
         static: Tensors whose addresses are checked before each replay: everything that the step may read. Other tensors
             that exist already are refused.
+        inputs: The arguments of the step. They are copies of what the program passes, and must not be written to.
 
     Attributes:
         reason: Why the step was refused; None: it was not. The program may have caught the error.
@@ -44,13 +46,14 @@ class CapturedOperators(compat.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, module: nn.Module, static: Iterable[Tensor]) -> None:
+    def __init__(self, module: nn.Module, static: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.reason: str | None = None
         self.is_optimizer = False
         self._module = module
         self._thread = threading.get_ident()
-        known = {0, *map(_address, static)}
+        self._inputs = {*map(_address, inputs)} - {0}
+        known = {0, *self._inputs, *map(_address, static)}
         # Held until the capture ends: memory that is freed meanwhile could be given to a tensor of the step.
         self._held = [tensor for tensor in _all_tensors() if _address(tensor) not in known]
         self._foreign = set(map(_address, self._held))
@@ -81,6 +84,11 @@ class CapturedOperators(compat.TorchDispatchMode):
                     "it copies between host and device: a replay would not wait for the host. Copy before or after "
                     "the step, and pass the tensor as an argument"
                 )
+        if any(_address(tensor) in self._inputs for tensor in _written(func, args, kwargs)):
+            self.refuse(
+                f"it writes to its argument ({func}), of which a graph has a copy: the program would not see it. Clone "
+                "the argument first, or return what was written"
+            )
         if not self.is_optimizer:
             self.check_read(tensors)
 
@@ -108,6 +116,16 @@ class CapturedOperators(compat.TorchDispatchMode):
                 if isinstance(value, Tensor) and _address(value) == _address(tensor):
                     return f"{what} ({f'{prefix}.{name}' if prefix else name!r} of the model)"
         return what
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return
+    for argument, value in itertools.zip_longest(func._schema.arguments, args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name, value)
+            yield from (leaf for leaf in compat.tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -453,6 +453,20 @@ def shown(bucket: Bucket, total: Tensor) -> Tensor:
     return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
 
 
+def shows_total(bucket: Bucket) -> bool:
+    """Whether gradients show a sum in another dtype, and nothing has written to them since."""
+    attached = _attached(bucket)
+    return _shows_cast(bucket) and any(g is not None for g in attached) and _shared_total(bucket, attached) is not None
+
+
+def mark_shown(bucket: Bucket, as_total: bool) -> None:
+    """Set whether something has written to gradients that show a sum in another dtype; see :func:`shows_total`."""
+    for gradient in bucket.gradients:
+        if gradient is not None and (known := vars(gradient).get("mfsdp_total")) is not None:
+            (flat,) = gradient.backing
+            gradient.__dict__["mfsdp_total"] = (known[0], flat._version if as_total else -1)
+
+
 def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
     keeps = bucket.plan.keeps_memory

@@ -89,6 +89,14 @@ class Run:
             for param, place in zip(self.params, places, strict=True)
         ]
 
+    def held(self) -> tuple[Any, ...]:
+        """Return copies of what is held of the state, for :meth:`hold`."""
+        return dict(self.state), [dict(shown) for shown in self.shown], dict(self.sources)
+
+    def hold(self, state: dict[str, Any], shown: list[dict[str, Any]], sources: dict[str, Any]) -> None:
+        """Hold state again as it was."""
+        self.state, self.shown, self.sources = state, shown, sources
+
     def is_of_its_shape(self, value: Any) -> bool:
         """Whether a state tensor has a value for each element."""
         return type(value) is Tensor and value.shape == self.flat.shape
@@ -372,11 +380,14 @@ class FlatStep:
 
     def _give_up(self, run: Run) -> None:
         """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
+        seen: set[int] = set()
         for param in run.params:
             state_of = self._optimizer.state.get(param) or {}
             for key, value in state_of.items():
                 if isinstance(value, Tensor) and not isinstance(value, RowShardedTensor):
-                    state_of[key] = value.clone()
+                    if id(value) in seen:  # shared by the parameters until now
+                        value = state_of[key] = value.clone()
+                    seen.add(id(value))
 
     def _check_state_by_parameter(self, optimizer: torch.optim.Optimizer) -> None:
         for runs in self._runs.values():

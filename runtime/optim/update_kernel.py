@@ -47,7 +47,7 @@ _MOST = 3
 """With how many settings a group's step is compiled. If they change more often, it is no longer compiled."""
 _CHANGING = frozenset({"params", "param_names", "lr"})
 """What a parameter group has besides the settings that a trace holds as constants."""
-_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
 """What schedulers keep in a parameter group: tensors if the learning rate is one. torch's optimizers do not read it."""
 _OF_ALL = frozenset({"defaults", "state", "param_groups", "_opt_called"})
 """Attributes of all optimizers, which are looked at elsewhere, or by schedulers only."""
@@ -183,7 +183,7 @@ class UpdateKernels:
             optimizer = self._optimizer
             constants = [_plain_settings(group)]
             if not _is_of_torch(optimizer):  # those read nothing else
-                if held := [name for name in _OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
+                if held := [name for name in OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
                     raise CannotCompile(f"its setting {held[0]!r} is a Tensor")
                 constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
                 if not all(isinstance(key, Tensor) for key in optimizer.state):
@@ -324,7 +324,7 @@ def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted(
         (name, value)
         for name, value in group.items()
-        if name not in _CHANGING and not (name in _OF_SCHEDULERS and isinstance(value, Tensor))
+        if name not in _CHANGING and not (name in OF_SCHEDULERS and isinstance(value, Tensor))
     )
 
 

@@ -1,0 +1,293 @@
+"""What changes between a step's capture and its replays, and what a capture that is refused leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from graph_recorder import recordable_kernels
+from parity import EAGER
+from pool import on_ranks
+from test_captured_train_steps import Trained
+from test_cuda_graphs import adamw, capturable, recorded, sgd
+from torch import Tensor, nn
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
+STEPS = 9
+Between = Callable[[int, Trained], None]
+
+
+def losses(captures: bool, optimizer: Any, between: Between, **arguments: Any) -> tuple[list[Tensor], Trained]:
+    """Train, with something before each step. A step that is refused is taken again."""
+    trained = Trained(EAGER, optimizer, captures, **arguments)
+    found: list[Tensor] = []
+    for number, batch in enumerate(parity.batches(steps=STEPS)[:, dist.get_rank()]):
+        between(number, trained)
+        found.append(trained(batch))
+    return [*(loss.clone() for loss in found), *trained.values()], trained
+
+
+def compare(optimizer: Any, between: Between = lambda *_: None, replays: int = 2, **arguments: Any) -> Trained:
+    """Compare steps that are captured with ordinary ones."""
+    with capturable():
+        found, mine = losses(True, optimizer, between, **arguments)
+        expected, _ = losses(False, optimizer, between, **arguments)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), number
+    assert sum(recording.replays for recording in mine.recorder.recordings) >= replays
+    return mine
+
+
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
+@on_ranks(2, timeout=120)
+def test_state_that_is_replaced_before_the_capture(at: int, optimizer: Any) -> None:
+    """It is arranged in another step that runs as usual, which a graph would repeat."""
+
+    def load(number: int, trained: Trained) -> None:
+        if number == at:
+            with capturable():
+                trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+            trained.step.reset()
+
+    def clear(number: int, trained: Trained) -> None:
+        if number == 3:
+            trained.optimizer.state.clear()
+
+    compare(optimizer, load)
+    compare(optimizer, clear)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_settings_that_change_before_the_capture() -> None:
+    """A kernel for them is compiled in another step that runs as usual."""
+
+    def decay(number: int, trained: Trained) -> None:
+        if number == 3:
+            trained.optimizer.param_groups[0]["weight_decay"] = 0.2
+
+    with recordable_kernels():
+        mine = compare(adamw, decay, compile_optimizer=True)
+        with capturable():
+            assert mine.step.explain().endswith("the optimizer's step is compiled, as 2 kernels")
+
+
+class WithUnused(zoo.Block):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unused = nn.Linear(16, 16)
+
+
+class Unused(zoo.Plain):
+    block = WithUnused
+
+
+@on_ranks(2, timeout=120)
+def test_parameters_that_are_never_used() -> None:
+    """The parameters of their buckets are stepped one by one, each with a counter of its own."""
+    compare(adamw, module=Unused)
+
+
+class Decays(torch.optim.Optimizer):
+    """Counts steps in Python: in an attribute, or in its groups."""
+
+    def __init__(self, params: Any, in_groups: bool) -> None:
+        super().__init__(params, {"lr": 0.1, **({"count": 0} if in_groups else {})})
+        self.count, self.in_groups = 0, in_groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        if not self.in_groups:
+            self.count += 1
+        for group in self.param_groups:
+            if self.in_groups:
+                group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / group.get("count", self.count))
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@on_ranks(2, timeout=120)
+def test_optimizers_that_count_in_python(in_groups: bool) -> None:
+    """They are refused, and are left as they were: the step has not been taken."""
+    trained = Trained(EAGER, lambda params: Decays(params, in_groups), True)
+    taken = 0
+    for batch in parity.batches(steps=7)[:, dist.get_rank()]:
+        with contextlib.suppress(RuntimeError):
+            trained(batch)
+            taken += 1
+        assert (trained.optimizer.param_groups[0]["count"] if in_groups else trained.optimizer.count) == taken
+    assert taken < 7
+    with pytest.raises(RuntimeError, match=r"replaces or changes on the host: Decays's (attribute|hyper).*'count'"):
+        trained(batch)
+
+
+BF16_SUMS = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@on_ranks(2, timeout=120)
+def test_gradients_that_show_a_sum_in_another_dtype(writes: bool) -> None:
+    """``zero_grad``, and whatever else writes to ``.grad``, is outside of what was captured."""
+
+    def run(captures: bool) -> list[Tensor]:
+        sharding = {"cuda_graph_mode": True}
+        model, call = parity.shard(parity.build(zoo.Plain).bfloat16(), EAGER, sharding=sharding, precision=BF16_SUMS)
+        optimizer = fully_shard_optimizer(sgd(model.parameters()))
+
+        def forward_backward(x: Tensor) -> Tensor:
+            loss = call(x)
+            loss.backward()
+            return loss
+
+        do = recorded(call, forward_backward)[0] if captures else forward_backward
+        found = []
+        for number, batch in enumerate(parity.batches(steps=6)[:, dist.get_rank()].bfloat16()):
+            for micro, part in enumerate(batch.chunk(6)):
+                do(part)
+                if writes and micro == 0 and number >= 3:
+                    for param in model.parameters():
+                        param.grad.mul_(0.25)
+                found += [param.grad.to_local().clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not captures or len(do.graphs) >= 2
+        return found
+
+    for number, (one, other) in enumerate(zip(run(True), run(False), strict=True)):
+        assert torch.equal(one, other), number
+
+
+@on_ranks(2, timeout=120)
+def test_gradients_that_are_changed_between_microbatches() -> None:
+    def flip(number: int, trained: Trained) -> None:
+        if number >= 5:
+            trained.between_microbatches = lambda: [
+                p.grad.mul_(-1) for p in trained.model.parameters() if p.grad is not None
+            ]
+
+    compare(adamw, flip, accumulation=2, sharding={"mixed_precision_policy": BF16_SUMS})
+
+
+@on_ranks(2, timeout=120)
+def test_tensors_on_another_device_are_refused() -> None:
+    """A graph would keep the learning rate that it was captured with."""
+    with capturable():
+        trained = Trained(EAGER, adamw, True)
+        batches = parity.batches(steps=5)[:, dist.get_rank()]
+        for batch in batches[:3]:
+            trained(batch)
+        trained.optimizer.param_groups[0]["note"] = torch.empty((), device="meta")
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):
+                trained(batches[3])
+        with pytest.raises(RuntimeError, match=r"AdamW's hyperparameter 'note' is a tensor on meta.*Put it on cpu"):
+            trained(batches[3])
+
+
+@on_ranks(2, timeout=120)
+def test_numbers_that_differ_from_call_to_call() -> None:
+    """They take no memory, until there are too many of them."""
+    with capturable():
+        trained = Trained(EAGER, sgd, True, loss_fn=lambda model, x, scale: model(x) * scale)
+        (x,) = parity.batches(steps=1)[:, dist.get_rank()]
+        for number in range(64):
+            trained.step(x, float(number))
+        assert not trained.step._graphs._inputs
+        with pytest.raises(RuntimeError, match="called in 64 ways, and this is another: an argument"):
+            trained.step(x, -1.0)
+
+
+@on_ranks(2, timeout=120)
+def test_hooks_that_are_registered_later() -> None:
+    """A replay runs none: calls with other hooks are captured for themselves, and an optimizer's are refused."""
+    calls: list[int] = []
+
+    def register(number: int, trained: Trained) -> None:
+        if number == 5:
+            trained.model.module.blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
+
+    mine = compare(sgd, register)
+    assert len(mine.step._graphs.graphs) == 2
+    with capturable():
+        trained = Trained(EAGER, sgd, True)
+        trained.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        (x,) = parity.batches(steps=1)[:, dist.get_rank()]
+        for _ in range(3):
+            trained(x)
+        with pytest.raises(RuntimeError, match="hooks run before or after the step of SGD"):
+            trained(x)
+        assert len(calls) == 3
+
+
+@on_ranks(2, timeout=120)
+def test_losses_that_are_kept() -> None:
+    with capturable():
+        trained = Trained(EAGER, sgd, True, max_norm=0.1)
+        kept, copies = [], []
+        for batch in parity.batches(steps=7)[:, dist.get_rank()]:
+            kept += [trained(batch), trained.step.grad_norm]
+            copies += [kept[-2].clone(), kept[-1].clone()]
+    assert len(set(map(float, kept))) == len(kept)
+    assert all(map(torch.equal, kept, copies))
+
+
+@on_ranks(2, timeout=120)
+def test_arguments_that_are_written_to() -> None:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        x.add_(0.0)
+        return model(x)
+
+    trained = Trained(EAGER, sgd, True, loss_fn=loss_of)
+    (x,) = parity.batches(steps=1)[:, dist.get_rank()]
+    for _ in range(3):
+        trained(x)
+    with pytest.raises(RuntimeError, match=r"it writes to its argument \(aten\.add_.*Clone the argument"):
+        trained(x)
+
+
+@on_ranks(2, timeout=120)
+def test_graphs_of_one_model_have_names_of_their_own() -> None:
+    """Ranks compare them, and notice that one replays another step."""
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], cuda_graph_mode=True)
+    optimizer = fully_shard_optimizer(sgd(model.parameters()), flat=True)
+    (x,) = parity.batches(steps=1)[:, dist.get_rank()]
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    runs = [recorded(model, step)[0] for _ in range(2)]
+    for run in runs:
+        for _ in range(5):
+            run(x)
+    assert [name for run in runs for name in run.graphs] == [f"{step.__qualname__}, graph {n}" for n in (1, 2)]
+    with pytest.raises(RuntimeError, match=r"graph [12]"):
+        runs[dist.get_rank()](x)
+    model.reset()
+
+
+@on_ranks(2, timeout=120)
+def test_a_list_that_changes_in_place() -> None:
+    with capturable():
+        trained = Trained(EAGER, adamw, True)
+        trained.optimizer.param_groups[0]["factors"] = [0.9]
+        (x,) = parity.batches(steps=1)[:, dist.get_rank()]
+        for _ in range(5):
+            trained(x)
+        trained.optimizer.param_groups[0]["factors"][0] = 0.5
+        with pytest.raises(RuntimeError, match=r"AdamW's hyperparameter.*'factors' is not that of the capture"):
+            trained(x)
