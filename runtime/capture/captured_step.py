@@ -80,6 +80,9 @@ class CapturedStep:
         assert model.module is not None
         self._baked = Baked(model)
         self._modules = tuple(model.module.modules())
+        self._hooks_of_modules = [
+            hooks for module in self._modules for name, hooks in vars(module).items() if name.endswith("_hooks")
+        ]
         self._calls: Counter[Hashable] = Counter()
         self._optimizers: dict[Hashable, list[torch.optim.Optimizer]] = {}
         self._facts: dict[Hashable, Sequence[Fact]] = {}
@@ -144,11 +147,9 @@ class CapturedStep:
 
     def _hooks(self) -> Iterator[Hashable]:
         """Yield the ids of hooks, which run when a step is captured, and not when it is replayed."""
-        for number, module in enumerate(self._modules):
-            around_forward = module._forward_pre_hooks, module._forward_hooks
-            for kind, hooks in enumerate((*around_forward, module._backward_pre_hooks, module._backward_hooks)):
-                if hooks:
-                    yield number, kind, *hooks
+        for number, hooks in enumerate(self._hooks_of_modules):
+            if hooks:
+                yield number, *hooks
         for bucket in self._model.buckets:
             for number, param in enumerate(bucket.params):
                 for of_param in (vars(param).get(TENSOR_HOOKS), vars(param).get(ACCUMULATE_HOOKS)):
@@ -224,8 +225,8 @@ class CapturedStep:
                 "a tensor."
             )
         optimizers = self._optimizers[key]
-        model.captures += 1  # names differ between all steps of a model: ranks compare them before each replay
-        name = f"{self._name}, graph {model.captures}"
+        coordinator.graphs += 1  # all steps of a model count: ranks compare the names of what they replay
+        name = f"{self._name}, graph {coordinator.graphs}"
         shapes = [f"argument {tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
         due = "reductions due" if model.grad_sync.is_due() else "reductions deferred"
         coordinator.agree("Capturing a step", [name, due, *shapes])

@@ -81,7 +81,6 @@ class ShardedModel:
         lineage: Which run this is, for checkpoints.
         schedule: What was set for it, which compiled graphs take as default.
         captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
-        captures: How many graphs they have captured.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class ShardedModel:
         self.lineage = Lineage()
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.captures = 0
         self._module = weakref.ref(module)
         self.ignored = dict(ignored or {})
         sharded = (param for bucket in self.buckets for param in bucket.params)

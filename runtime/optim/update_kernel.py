@@ -184,7 +184,7 @@ class UpdateKernels:
             constants = [_plain_settings(group)]
             if not _is_of_torch(optimizer):  # those read nothing else
                 if held := [name for name in OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
-                    raise CannotCompile(f"its setting {held[0]!r} is a Tensor")
+                    raise CannotCompile(f"its setting {held[0]!r} is a {type(group[held[0]]).__name__}")
                 constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
                 if not all(isinstance(key, Tensor) for key in optimizer.state):
                     raise CannotCompile("the optimizer keeps state that belongs to no parameter")

@@ -109,12 +109,13 @@ class Coordinator:
         started: Number of collectives, and compiled graphs with collectives, since the model was sharded or reset.
         failure: Name of the error after which this rank has stopped; None: there was none.
         captures: Whether the step that runs is captured by this package.
+        graphs: Number of captures so far.
     """
 
     def __init__(self, members: Members, kind: str, parameters: Iterable[str]) -> None:
         self.members, self._kind = members, kind
         self._join(parameters)
-        self.steps = self.started = 0
+        self.steps = self.started = self.graphs = 0
         self.failure: str | None = None
         self.captures = False
         self._copies = 0

@@ -37,6 +37,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=LR),
     "AdamW amsgrad": lambda params: torch.optim.AdamW(params, lr=LR, amsgrad=True),
     "AdamW capturable": lambda params: torch.optim.AdamW(params, lr=LR, capturable=True),
+    "AdamW capturable, lr on the device": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(LR), foreach=False, capturable=True
+    ),
     "SGD": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=LR),
 }
@@ -52,7 +55,12 @@ def generated(optimizer: torch.optim.Optimizer, like: dict[str, Tensor], see: Ca
             for name, value in like.items()
         }
         kernels = UpdateKernels(optimizer, compat.step_without_hooks(type(optimizer)), {})
-        kernel = kernels.find(flat, optimizer.param_groups[0], state, scaled=True)
+        (group,) = optimizer.param_groups
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            group["lr"] = torch.empty((), device="cuda:0")
+        kernel = kernels.find(flat, group, state, scaled=True)
+        group["lr"] = lr
     assert isinstance(kernel, UpdateKernel), kernel
     return kernel
 
@@ -88,13 +96,15 @@ def computed(optimizer: torch.optim.Optimizer, flat: Tensor, state: dict[str, Te
 
     kernel._kernel = run
     (param,) = optimizer.param_groups[0]["params"]
+    group = optimizer.param_groups[0]
+    is_tensor = isinstance(group["lr"], Tensor)
     for number in range(1, 4):
         gradient, scale = torch.randn(NUMEL), torch.rand(())
         param.grad = gradient * scale
-        optimizer.param_groups[0]["lr"] = LR * number
-        optimizer.param_groups[0]["capturable"] = False
+        group["lr"] = torch.tensor(LR * number) if is_tensor else LR * number
+        group["capturable"] = False
         optimizer.step()
-        kernel(flat, gradient, scale, LR * number, state)
+        kernel(flat, gradient, scale, group["lr"], state)
 
 
 def row(make: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
