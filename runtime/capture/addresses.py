@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import compat
-from ..memory.tensor import UnreducedGradient
+from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS, UnreducedGradient
 from ..model.sharded_model import ShardedModel
 from ..optim.flat_step import flat_step_of
 from ..optim.update_kernel import OF_SCHEDULERS
 
 _ADDRESS = "address"
-_OF_SCHEDULERS = frozenset({"_opt_called"})
-"""Attributes of an optimizer that schedulers set."""
+_ELSEWHERE = frozenset({"param_groups", "state", "_opt_called"})
+"""Attributes of an optimizer that are looked at by themselves, or that schedulers set."""
 Fact = tuple[str, str, Any]
 """Kind of what is baked in, its name, and its address or value."""
 
@@ -38,6 +38,12 @@ class Baked:
             for prefix, module in model.module.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
+        ]
+        self._hooks: list[tuple[str, Mapping[Any, Any]]] = [
+            (f"{prefix} ({name})", hooks)
+            for prefix, module in model.module.named_modules()
+            for name, hooks in vars(module).items()
+            if name.endswith("_hooks")
         ]
 
     def facts(self, optimizers: Iterable[torch.optim.Optimizer], gradients: bool = True) -> list[Fact]:
@@ -69,15 +75,26 @@ class Baked:
                     yield "gradient of", locations[0].name, _address(gradient)
         for full_name, module, name in self._buffers:
             yield "buffer", full_name, _fact(module._buffers.get(name))
+        yield from self._of_hooks()
+
+    def _of_hooks(self) -> Iterator[Fact]:
+        for name, hooks in self._hooks:
+            if hooks:
+                yield "hooks of module", name, tuple(map(_Same, hooks.values()))
+        yield "hooks of", "all modules", tuple(map(_Same, compat.hooks_of_all_modules()))
+        for bucket in self._model.buckets:
+            for param, locations in zip(bucket.params, bucket.locations, strict=True):
+                for hooks in (vars(param).get(TENSOR_HOOKS), vars(param).get(ACCUMULATE_HOOKS)):
+                    if hooks:
+                        yield "hooks of parameter", locations[0].name, tuple(map(_Same, hooks.values()))
 
 
 def difference(before: Sequence[Fact], now: Sequence[Fact]) -> Fact | None:
     """Return the first fact of ``before`` that does not hold now, or that is new; None: they are equal."""
     if before == now:
         return None
-    known = set(map(_hashable, now))
-    gone = next((fact for fact in before if _hashable(fact) not in known), None)
-    return gone or next(fact for fact in now if _hashable(fact) not in set(map(_hashable, before)))
+    known, new = ({_hashable(fact): fact for fact in facts} for facts in (before, now))
+    return next((fact for key, fact in (*known.items(), *new.items()) if not (key in known and key in new)), None)
 
 
 def _hashable(fact: Fact) -> tuple[str, str, str]:
@@ -86,9 +103,10 @@ def _hashable(fact: Fact) -> tuple[str, str, str]:
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
     kind, is_of_torch = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim.")
+    yield f"{kind}'s hooks around", "step", compat.has_step_hooks(optimizer)
     for name, value in () if is_of_torch else vars(optimizer).items():
-        if isinstance(value, (bool, int, float, str)) and name not in _OF_SCHEDULERS:
-            yield f"{kind}'s attribute", name, value
+        if name not in _ELSEWHERE and not name.endswith("_hooks"):
+            yield f"{kind}'s attribute", name, _fact(value)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name != "params" and not (is_of_torch and name in OF_SCHEDULERS):
@@ -102,10 +120,42 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
             )
             for name, value in optimizer.state.get(param, {}).items():
                 yield f"{kind}'s state {name!r} of", owner, _fact(value)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            yield f"{kind}'s state", str(key), _fact(value)
+
+
+class _Same:
+    """A value that is compared by what it is, and not by what it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        is_method = isinstance(self.value, MethodType)
+        return self.value is other.value or (is_method and self.value == other.value)
+
+    def __hash__(self) -> int:
+        return id(type(self.value))
+
+    def __repr__(self) -> str:
+        function = getattr(self.value, "__func__", self.value)
+        return f"a {type(self.value).__name__} at {id(function):#x}"
 
 
 def _fact(value: Any) -> Any:
-    return (_ADDRESS, _address(value)) if isinstance(value, Tensor) else copy.deepcopy(value)
+    """Return what is baked in of a value: where a tensor is, what numbers and containers hold, which object it is."""
+    if isinstance(value, Tensor):
+        return _ADDRESS, _address(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_fact, value))
+    if isinstance(value, dict):
+        return tuple((_fact(key), _fact(each)) for key, each in value.items())
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return value
+    return value.tobytes() if hasattr(value, "tobytes") else _Same(value)
 
 
 def is_address(value: Any) -> bool:
@@ -139,8 +189,7 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
             yield from flat.memory()
         for group in optimizer.param_groups:
             yield from (value for value in group.values() if isinstance(value, Tensor))
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from (leaf for leaf in compat.tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor))
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> str | None:
@@ -149,27 +198,27 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch
         kind = type(optimizer).__name__
         if compat.has_step_hooks(optimizer):
             return f"hooks run before or after the step of {kind}, and a replay runs no Python. Remove them"
-        held = [
-            (f"hyperparameter {name!r}", value) for group in optimizer.param_groups for name, value in group.items()
-        ]
-        held += [(f"state {name!r}", value) for state in optimizer.state.values() for name, value in state.items()]
-        for what, value in held:
-            if isinstance(value, Tensor) and value.device != device:
-                return (
-                    f"the {kind}'s {what} is a tensor on {value.device}, whose value every replay would take from the "
-                    f"capture. Put it on {device}"
-                )
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         for group in optimizer.param_groups:
             if not group.get("capturable", True):
                 return (
                     f"{kind} counts its steps on the host, so that every replay would be the same step. Make it with "
                     "capturable=True"
                 )
-        for state in optimizer.state.values():
+        for state in states:
             for name, value in state.items():
                 if name == "step" and not isinstance(value, Tensor):
                     return (
                         f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be "
                         "the same step. Use an optimizer of torch.optim with capturable=True"
                     )
+        held = [(f"state {name!r}", value) for state in states for name, value in state.items()]
+        for group in optimizer.param_groups:
+            held += [(f"hyperparameter {n!r}", value) for n, value in group.items() if n not in OF_SCHEDULERS]
+        for what, value in held:
+            if isinstance(value, Tensor) and value.device != device:
+                return (
+                    f"the {kind}'s {what} is a tensor on {value.device}, whose value every replay would take from the "
+                    f"capture. Put it on {device}"
+                )
     return None

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
-from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS
 from ..model.sharded_model import ShardedModel
 from ..program_lines import program_line_of
 from ..ranks.agreement import has_others
 from .addresses import Baked, Fact, difference, is_address, refuse_optimizers, static_tensors
 from .devices import Graph, GraphDevice
 from .host_state import HostState, OptimizerHostState
-from .operators import CapturedOperators
+from .operators import WRITES_TO_ARGUMENT, CapturedOperators
 
 MOST_GRAPHS = 16
 """Most graphs of one step. A step that needs more has an argument, or a state, that differs from call to call."""
@@ -80,9 +79,6 @@ class CapturedStep:
         assert model.module is not None
         self._baked = Baked(model)
         self._modules = tuple(model.module.modules())
-        self._hooks_of_modules = [
-            hooks for module in self._modules for name, hooks in vars(module).items() if name.endswith("_hooks")
-        ]
         self._calls: Counter[Hashable] = Counter()
         self._optimizers: dict[Hashable, list[torch.optim.Optimizer]] = {}
         self._facts: dict[Hashable, Sequence[Fact]] = {}
@@ -114,7 +110,6 @@ class CapturedStep:
         captured = self._graphs.get(key)
         if captured is None:
             if self._runs_as_usual(key):
-                self._calls[key] += 1
                 return self._run(key, args, kwargs)
             captured = self._graphs[key] = self._capture(key, kind, state, leaves, structure, tensors)
         self._check_facts(captured)
@@ -140,20 +135,9 @@ class CapturedStep:
         return (
             tuple(bucket.signature for bucket in model.buckets),
             tuple(module.training for module in self._modules),
-            tuple(self._hooks()),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
-
-    def _hooks(self) -> Iterator[Hashable]:
-        """Yield the ids of hooks, which run when a step is captured, and not when it is replayed."""
-        for number, hooks in enumerate(self._hooks_of_modules):
-            if hooks:
-                yield number, *hooks
-        for bucket in self._model.buckets:
-            for number, param in enumerate(bucket.params):
-                for of_param in (vars(param).get(TENSOR_HOOKS), vars(param).get(ACCUMULATE_HOOKS)):
-                    yield bucket.plan.name, number, *(of_param or ())
 
     def _check_inputs(self, kind: Hashable, tensors: Sequence[Tensor]) -> None:
         device = self._model.buckets[0].device
@@ -183,20 +167,25 @@ class CapturedStep:
     # -- as usual -----------------------------------------------------------------------------------------------------
 
     def _runs_as_usual(self, key: Hashable) -> bool:
-        """Whether a call is not captured yet.
+        """Whether a call is not captured yet. Ranks agree.
 
         One that would find another optimizer state than the last call has left, such as a checkpoint's, has to arrange
         it first, which a graph would repeat.
         """
         if (calls := self._calls[key]) < self._warm_up:
             return True
-        now = self._baked.facts(self._optimizers[key], gradients=False)
-        return calls < self._warm_up + _MOST_AGAIN and difference(self._facts[key], now) is not None
+        if calls == self._warm_up + _MOST_AGAIN:
+            return False
+        changed = difference(self._facts[key], self._baked.facts(self._optimizers[key], gradients=False)) is not None
+        if has_others(self._model.group):
+            return any(self._model.coordinator.conclude("preparing a capture", [self._name], changed, list))
+        return changed
 
     def _run(self, key: Hashable, args: Any, kwargs: Any) -> Any:
         found: list[torch.optim.Optimizer] = []
         with self._device.warm_up(), _watching_optimizers(found):
             outputs = self._step(*args, **kwargs)
+        self._calls[key] += 1
         self._optimizers[key] = found
         self._facts[key] = self._baked.facts(found, gradients=False)
         return _detached(outputs)
@@ -241,10 +230,13 @@ class CapturedStep:
         args, kwargs = compat.tree_unflatten(
             [next(statics) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
-        known = [OptimizerHostState(optimizer) for optimizer in optimizers]
+        known = {id(optimizer): OptimizerHostState(optimizer) for optimizer in optimizers}
+        versions = [static._version for static in inputs]
         outputs, graph, reason = None, None, refuse_optimizers(optimizers, model.buckets[0].device)
         if reason is None:
-            outputs, graph, reason = self._record(optimizers, inputs, args, kwargs)
+            outputs, graph, reason = self._record(optimizers, known, inputs, args, kwargs)
+        if reason is None and versions != [static._version for static in inputs]:  # by compiled code
+            reason = WRITES_TO_ARGUMENT
         if (
             reason is None
             and (moved := difference(at_rest, self._baked.facts(optimizers, gradients=False))) is not None
@@ -256,7 +248,7 @@ class CapturedStep:
         if has_others(model.group):
             reasons = coordinator.conclude("capturing a step", [name], reason, list)
         if any(reasons):
-            for each in known:
+            for each in known.values():
                 each.restore()
             if graph is not None:
                 graph.reset()
@@ -270,9 +262,18 @@ class CapturedStep:
         return _Captured(name, graph, inputs, outputs, optimizers, facts, before, after, model.comm_buffers.memory)
 
     def _record(
-        self, optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[Tensor], args: Any, kwargs: Any
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        known: dict[int, OptimizerHostState],
+        inputs: Sequence[Tensor],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, Graph | None, str | None]:
-        """Record the step. Return its outputs and its graph, or why there is none."""
+        """Record the step. Return its outputs and its graph, or why there is none.
+
+        Args:
+            known: Gets the state of other optimizers before they step.
+        """
         model, coordinator = self._model, self._model.coordinator
         assert model.module is not None
         operators = CapturedOperators(model.module, static_tensors(model, optimizers), inputs)
@@ -282,7 +283,7 @@ class CapturedStep:
         try:
             with self._device.capture() as graph:
                 try:
-                    with operators, _watching_optimizers(found, operators), compat.without_compilation():
+                    with operators, _watching_optimizers(found, operators, known), compat.without_compilation():
                         outputs = _detached(self._step(*args, **kwargs))
                 except Exception as error:
                     failure = error
@@ -319,6 +320,11 @@ class CapturedStep:
                 f"it was {value!r}. Pass a tensor that is changed in place (lr=torch.tensor(1e-3), with "
                 "capturable=True), as schedulers do, or call reset() of the captured step after each change"
             )
+        elif "hooks" in what:
+            advice = (
+                "some were registered or removed since, and a replay runs none. Register hooks before the first call, "
+                "or call reset() of the captured step on all ranks"
+            )
         else:
             advice = "it was replaced. Write into it in place, or call reset() of the captured step"
         raise RuntimeError(
@@ -341,11 +347,15 @@ class CapturedStep:
 
 @contextlib.contextmanager
 def _watching_optimizers(
-    found: list[torch.optim.Optimizer], operators: CapturedOperators | None = None
+    found: list[torch.optim.Optimizer],
+    operators: CapturedOperators | None = None,
+    known: dict[int, OptimizerHostState] | None = None,
 ) -> Iterator[None]:
-    """Context that adds every optimizer that steps to ``found``."""
+    """Context that adds every optimizer that steps to ``found``, and its state before that to ``known``."""
 
     def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if known is not None and id(optimizer) not in known:
+            known[id(optimizer)] = OptimizerHostState(optimizer)
         if not any(optimizer is known for known in found):
             found.append(optimizer)
         if operators is not None:

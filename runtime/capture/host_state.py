@@ -7,6 +7,7 @@ replay, which runs no Python, must leave the second one behind.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -166,8 +167,8 @@ class OptimizerHostState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._attributes = {name: _copy(value) for name, value in vars(optimizer).items()}
-        self._state = {param: dict(state) for param, state in optimizer.state.items()}
-        self._groups = [{name: _copy(value) for name, value in group.items()} for group in optimizer.param_groups]
+        self._state = {param: _copy(state) for param, state in optimizer.state.items()}
+        self._groups = [_copy(group) for group in optimizer.param_groups]
         flat: FlatStep | None = flat_step_of(optimizer)
         self._runs = (
             [] if flat is None else [(run, *run.held()) for runs in flat.runs_by_bucket().values() for run in runs]
@@ -189,4 +190,10 @@ class OptimizerHostState:
 
 
 def _copy(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict) else value
+    """Return a copy of containers, with the same tensors."""
+    if type(value) is dict:
+        return {key: _copy(each) for key, each in value.items()}
+    if type(value) is list:
+        return list(map(_copy, value))
+    is_container = isinstance(value, (set, deque)) or hasattr(value, "tobytes")
+    return copy.copy(value) if is_container else value

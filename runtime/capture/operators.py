@@ -22,6 +22,12 @@ _COPIES = {aten.copy_.default, aten._to_copy.default}
 _BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
+WRITES_TO_ARGUMENT = (
+    "it writes to its argument, of which a graph has a copy: the program would not see it. Clone the argument first, "
+    "or return what was written"
+)
+
+
 class CaptureRefused(RuntimeError):
     """A step does something that a graph cannot repeat. The message is the reason, and where it happens."""
 
@@ -85,10 +91,7 @@ class CapturedOperators(compat.TorchDispatchMode):
                     "the step, and pass the tensor as an argument"
                 )
         if any(_address(tensor) in self._inputs for tensor in _written(func, args, kwargs)):
-            self.refuse(
-                f"it writes to its argument ({func}), of which a graph has a copy: the program would not see it. Clone "
-                "the argument first, or return what was written"
-            )
+            self.refuse(WRITES_TO_ARGUMENT)
         if not self.is_optimizer:
             self.check_read(tensors)
 
@@ -120,7 +123,7 @@ class CapturedOperators(compat.TorchDispatchMode):
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes to."""
-    if not func._schema.is_mutable:
+    if not func._schema.is_mutable or func is aten.record_stream.default:
         return
     for argument, value in itertools.zip_longest(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -51,6 +51,7 @@ __all__ = [
     "graph_break",
     "graph_break_reasons",
     "guard_on_hooks",
+    "hooks_of_all_modules",
     "is_dynamo_disabled",
     "is_fake",
     "is_multiple",
@@ -100,6 +101,11 @@ _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
 )
 """Hooks of all modules of the process, in ``torch.nn.modules.module``."""
+
+
+def hooks_of_all_modules() -> list[Any]:
+    """Return the hooks that run for every module of the process."""
+    return [hook for name in _GLOBAL_HOOKS for hook in vars(torch.nn.modules.module)[name].values()]
 
 
 def guard_on_hooks() -> None:

@@ -12,7 +12,14 @@ from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
 from .frames import frames
 
-__all__ = ["has_step_hooks", "is_running", "muon_learning_rate", "orthogonalize", "step_without_hooks"]
+__all__ = [
+    "has_step_hooks",
+    "is_of_scheduler",
+    "is_running",
+    "muon_learning_rate",
+    "orthogonalize",
+    "step_without_hooks",
+]
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
@@ -23,6 +30,12 @@ def is_running(optimizer: torch.optim.Optimizer) -> bool:
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """Return ``cls.step`` without what torch's constructor has put around it: global hooks, and a profiler's record."""
     return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step  # type: ignore[attr-defined]
+
+
+def is_of_scheduler(step: Any) -> bool:
+    """Whether a method was put around an optimizer's step by a scheduler of torch, which only counts calls."""
+    code = getattr(step, "__code__", None)
+    return code is not None and code.co_filename == torch.optim.lr_scheduler.__file__
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

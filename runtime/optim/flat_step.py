@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
 _FLAT_STEP = "mfsdp_flat_step"
 """Attribute of an optimizer with its :class:`FlatStep`."""
+_STEPPING = threading.Lock()
+"""Held by a step over a bucket: in one backward, gradients in host memory may arrive on another thread than others."""
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 
@@ -125,7 +128,7 @@ class FlatStep:
         self._kernels: UpdateKernels | None = None
         self._scale: Tensor | None = None
         own = vars(optimizer).get("step", type(optimizer).step)
-        while _is_of_scheduler(own):
+        while compat.is_of_scheduler(own):
             own = own.__wrapped__
         self._is_wrapped = own is not type(optimizer).step
         vars(optimizer)[_FLAT_STEP] = self
@@ -220,11 +223,15 @@ class FlatStep:
         Returns:
             Whether it was stepped. Not if parameters of a run have different state.
         """
-        if kernels:
-            self.stepped.add(runs[0].bucket)
-            for run, kernel in zip(runs, kernels, strict=True):
-                self._run_kernel(kernel, run, gradient)
-            return True
+        with _STEPPING:
+            if kernels:
+                self.stepped.add(runs[0].bucket)
+                for run, kernel in zip(runs, kernels, strict=True):
+                    self._run_kernel(kernel, run, gradient)
+                return True
+            return self._step_over(runs, gradient, step)
+
+    def _step_over(self, runs: Sequence[Run], gradient: Tensor, step: Callable[[torch.optim.Optimizer], Any]) -> bool:
         optimizer = self._optimizer
         if not all(self._collect_state(run) for run in runs):
             return False
@@ -399,12 +406,6 @@ class FlatStep:
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
-
-
-def _is_of_scheduler(step: Any) -> bool:
-    """Whether a method was put around the optimizer's by a scheduler of torch, which only counts calls."""
-    code = getattr(step, "__code__", None)
-    return code is not None and code.co_filename == torch.optim.lr_scheduler.__file__
 
 
 def _note_write(run: Run) -> None:
