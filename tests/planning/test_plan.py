@@ -122,7 +122,7 @@ def test_a_plan_with_steps_in_backward_is_what_the_compiler_does() -> None:
     It may be a little shorter: an update in backward hides communication.
     """
     jobs = [Job(llama(10), CPU, solved=False, step_in_backward=steps) for steps in (False, True)]
-    before, row = (planned(job, traced_llama(10), Candidate(ZERO3, 4)) for job in jobs)
+    before, row = (planned(job, traced_llama(10), Candidate(ZERO3, 4), details=True) for job in jobs)
     assert before.timeline is not None
     assert row.timeline is not None
     real, _ = compiled_llama(jobs[1], step_in_backward=True)
