@@ -129,12 +129,14 @@ def test_a_plan_with_steps_in_backward_is_what_the_compiler_does() -> None:
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
     assert 0.99 * before.timeline.seconds <= row.timeline.seconds <= before.timeline.seconds * (1 + 1e-6)
+    assert before.timeline.memory is not None
+    most = max(before.timeline.memory.parts[Category.GRADIENTS])
     for timeline, gone in ((before.timeline, False), (row.timeline, True), (real, True)):
         assert timeline.memory is not None
         gradients = timeline.memory.parts[Category.GRADIENTS]
-        whole = sum(info.layout.shard_numel for info in row.context.buckets) * 4
         assert (gradients[-1] == 0) is gone
-        assert (max(gradients) < whole / 2) is gone
+        # Without the shards' gradients, those of two buckets before they are reduced are left.
+        assert (max(gradients) < 0.6 * most) is gone
 
 
 def compiled_llama(

@@ -46,6 +46,8 @@ def compare(optimizer: Any, between: Between = lambda *_: None, replays: int = 2
     return mine
 
 
+@pytest.mark.slow
+@pytest.mark.long_unless("2-sgd-3")
 @pytest.mark.parametrize("at", [3, 4])
 @pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
 @on_ranks(2, timeout=120)
@@ -66,7 +68,7 @@ def test_state_that_is_replaced_before_the_capture(at: int, optimizer: Any) -> N
     compare(optimizer, clear)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_settings_that_change_before_the_capture() -> None:
     """A kernel for them is compiled in another step that runs as usual."""
@@ -135,6 +137,7 @@ def test_optimizers_that_count_in_python(in_groups: bool) -> None:
 BF16_SUMS = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
 
 
+@pytest.mark.long_unless("2-False")
 @pytest.mark.parametrize("writes", [False, True])
 @on_ranks(2, timeout=120)
 def test_gradients_that_show_a_sum_in_another_dtype(writes: bool) -> None:
@@ -168,6 +171,7 @@ def test_gradients_that_show_a_sum_in_another_dtype(writes: bool) -> None:
         assert torch.equal(one, other), number
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_gradients_that_are_changed_between_microbatches() -> None:
     def flip(number: int, trained: Trained) -> None:
@@ -208,6 +212,7 @@ def test_numbers_that_differ_from_call_to_call() -> None:
             trained.step(x, -1.0)
 
 
+@pytest.mark.long_unless("2-module", "2-optimizer")
 @pytest.mark.parametrize("what", ["module", "all modules", "parameter", "optimizer"])
 @on_ranks(2, timeout=120)
 def test_hooks_that_are_registered_later(what: str) -> None:

@@ -493,7 +493,7 @@ def test_hooks_and_other_reasons() -> None:
     assert len(trained.stepped) == count
 
 
-@pytest.mark.long_if("*-aot_eager-OptimizerOffloadPolicy")
+@pytest.mark.long_unless("*-aot_eager-CPUOffloadPolicy", "*-eager-OptimizerOffloadPolicy")
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy, OptimizerOffloadPolicy])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
