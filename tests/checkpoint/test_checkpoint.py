@@ -793,7 +793,7 @@ def test_full_parameters_come_bucket_by_bucket() -> None:
         assert torch.equal(model.module.scale.full_tensor(), alone["scale"])
 
 
-@pytest.mark.long_unless("*-HFSDP")
+@pytest.mark.long_unless("4-optim_grads_params")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_full_optimizer_states_come_bucket_by_bucket(strategy: str) -> None:

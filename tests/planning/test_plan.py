@@ -72,6 +72,7 @@ def traced_llama(layers: int, **options: Any) -> Trace:
     return trace(llama(layers, **options), CPU, fused=True)
 
 
+@pytest.mark.long
 def test_sums_in_two_levels_are_tried_over_several_nodes() -> None:
     """They send less across nodes, and are faster there where messages are large."""
     nodes = replace(CPU, ranks_per_node=2, inter_node=replace(CPU.intra_node, bandwidth=CPU.intra_node.bandwidth / 50))

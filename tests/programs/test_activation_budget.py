@@ -123,7 +123,7 @@ def peak(model: MegatronFSDP) -> int:
     return forecast.predicted(model).peak_bytes
 
 
-@pytest.mark.long_unless("2-deep-regions", "2-Dropout-one graph")
+@pytest.mark.long_unless("2-deep-regions")
 @pytest.mark.parametrize("regions", [True, False], ids=["regions", "one graph"])
 @pytest.mark.parametrize(
     "factory", [deep, Dropout, Summing, Custom, Preferring, NoProducts], ids=lambda factory: factory.__name__
@@ -183,6 +183,7 @@ def test_a_memory_budget_saves_what_there_is_room_for() -> None:
         trained(deep, memory_budget=1000)
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=100)
 def test_one_rank_compiles_again() -> None:
     """For a batch of its own, it takes what all have agreed on, and asks nobody."""

@@ -60,11 +60,17 @@ def test_state_that_is_replaced_before_the_capture(at: int, optimizer: Any) -> N
                 trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
             trained.step.reset()
 
+    compare(optimizer, load)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
+@on_ranks(2, timeout=120)
+def test_state_that_is_cleared_before_the_capture(optimizer: Any) -> None:
     def clear(number: int, trained: Trained) -> None:
         if number == 3:
             trained.optimizer.state.clear()
 
-    compare(optimizer, load)
     compare(optimizer, clear)
 
 

@@ -183,6 +183,7 @@ def twice(model: Any, x: Tensor) -> None:
     b.backward()
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_backwards_in_any_order() -> None:
     for where in WHERE:

@@ -419,7 +419,7 @@ def test_compiled_code_follows_the_models_file() -> None:
         assert str(forecast.schedule_of(model)) == str(expected)
 
 
-@pytest.mark.long_if("4-HFSDP")
+@pytest.mark.long
 @pytest.mark.parametrize("outer", [False, True], ids=["HSDP", "HFSDP"])
 @on_ranks(4)
 def test_files_over_two_dimensions(outer: bool) -> None:

@@ -80,7 +80,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.long_unless("*-HSDP optim_grads_params-aot_eager")
+@pytest.mark.long_unless("*-HSDP optim_grads_params-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)

@@ -268,6 +268,7 @@ def test_clipping(mode: str, accumulation: int) -> None:
     assert trained.step.grad_norm.item() > 0.01
 
 
+@pytest.mark.long_if("2-aot_eager-*")
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
@@ -545,6 +546,7 @@ def test_what_counts_calls() -> None:
 # -- between steps ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_if("*aot_eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_alternating_with_steps_that_are_written_out(mode: str, tmp_path: Any) -> None:
