@@ -308,6 +308,7 @@ def test_demo_reports_a_rank_that_fails(demo: Callable[..., str]) -> None:
         demo("--length", "9000000")
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -365,6 +365,7 @@ def llama(chunks: int | None) -> Workload:
 CONFIG = LlamaConfig(vocabulary=4096, width=64, layers=2, heads=2, kv_heads=2, hidden=96)
 
 
+@pytest.mark.slow
 def test_plans_are_of_chunks() -> None:
     """No segment of the step holds the logits: the largest is that of a chunk, with the head's gradient twice."""
     rises = []

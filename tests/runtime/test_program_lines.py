@@ -108,6 +108,7 @@ def test_of_a_program_without_a_file() -> None:
     assert "<string>:3: UserWarning: here" in told
 
 
+@pytest.mark.slow
 def test_all_warnings_are_given_so() -> None:
     """No other call of the ``warnings`` module gives one."""
     assert len([message for message in messages() if message.kind == "warning"]) >= 25

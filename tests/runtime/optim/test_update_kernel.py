@@ -238,6 +238,7 @@ def find(optimizer: Any, flat: Tensor, state: dict[str, Any], scaled: bool = Fal
     return kernels.find(flat, optimizer.param_groups[0], state, scaled)
 
 
+@pytest.mark.slow
 @pytest.mark.long_unless("AdamW", "Lion", "NAdam")
 @pytest.mark.parametrize("name", COMPILED)
 def test_numbers_of_the_optimizer(name: str) -> None:
