@@ -158,6 +158,7 @@ WHERE = ["root", "unit", "returned"]
 KEPT = ["whole", "view", "cast", "attribute"]
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=120)
 def test_what_functions_save_is_there_in_their_backward() -> None:
     """Whatever ran in between: DPO and distillation run the model again before the first backward."""

@@ -197,6 +197,7 @@ def test_what_forward_uses_last_stays_if_the_schedule_says_so() -> None:
         model.zero_grad()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_compiled_code_takes_the_numbers_of_the_model() -> None:
     """Options that are given go before; without any, the graph is that of the same options."""
@@ -218,6 +219,7 @@ def test_compiled_code_takes_the_numbers_of_the_model() -> None:
         assert all(map(torch.equal, each, gradients[0]))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_schedule_that_changes_compiles_again() -> None:
     model = built()

@@ -171,6 +171,7 @@ def test_in_host_memory(strategy: str, mode: str) -> None:
     check(model, call, strategy, "int8")
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_steps_in_backward() -> None:
     """Buckets are stepped with the same gradients."""

@@ -379,7 +379,6 @@ PARTLY: dict[str, type[nn.Module]] = {
     "2-eager-Detached",
     "2-eager-CheckpointedReentrantTied",
     "2-aot_eager-GraphBreaks",
-    "2-aot_eager-Tied",
 )
 @pytest.mark.parametrize("name", PARTLY)
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
@@ -571,6 +570,7 @@ def test_alternating_with_steps_that_are_written_out(mode: str, tmp_path: Any) -
             assert torch.equal(value, saved[key]), key
 
 
+@pytest.mark.long_if("*aot_eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_gradients_that_the_loss_computes(mode: str) -> None:

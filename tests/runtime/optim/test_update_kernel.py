@@ -527,7 +527,7 @@ def by_dimension(params: list[Any]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.long_unless("2-None")
+@pytest.mark.long
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @on_ranks(2)
 def test_state_that_the_program_changes(max_norm: float | None) -> None:
