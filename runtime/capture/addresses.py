@@ -14,6 +14,7 @@ from .. import compat
 from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS, UnreducedGradient
 from ..model.sharded_model import ShardedModel
 from ..optim.flat_step import flat_step_of
+from ..optim.trial import is_of_torch
 from ..optim.update_kernel import OF_SCHEDULERS
 
 _ADDRESS = "address"
@@ -102,14 +103,14 @@ def _hashable(fact: Fact) -> tuple[str, str, str]:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
-    kind, is_of_torch = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim.")
+    kind, is_torchs = type(optimizer).__name__, is_of_torch(optimizer)
     yield f"{kind}'s hooks around", "step", compat.has_step_hooks(optimizer)
-    for name, value in () if is_of_torch else vars(optimizer).items():
+    for name, value in () if is_torchs else vars(optimizer).items():
         if name not in _ELSEWHERE and not name.endswith("_hooks"):
             yield f"{kind}'s attribute", name, _fact(value)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name != "params" and not (is_of_torch and name in OF_SCHEDULERS):
+            if name != "params" and not (is_torchs and name in OF_SCHEDULERS):
                 yield f"{kind}'s hyperparameter, in group {number},", name, _fact(value)
         for param in group["params"]:
             handle = getattr(param, "mfsdp_handle", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..memory.operators.arguments import leaves_of, written_to
 from ..program_lines import program_line
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ class CapturedOperators(compat.TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = leaves_of(args, kwargs)
         if _reads_values(func, args, kwargs) and tensors:
             self.refuse(
                 f"it reads values of a tensor on the host ({func}), as .item(), .tolist(), bool(tensor), printing, "
@@ -90,7 +90,8 @@ class CapturedOperators(compat.TorchDispatchMode):
                     "it copies between host and device: a replay would not wait for the host. Copy before or after "
                     "the step, and pass the tensor as an argument"
                 )
-        if any(_address(tensor) in self._inputs for tensor in _written(func, args, kwargs)):
+        written = () if func is aten.record_stream.default else written_to(func, args, kwargs)
+        if any(_address(tensor) in self._inputs for tensor in written):
             self.refuse(WRITES_TO_ARGUMENT)
         if not self.is_optimizer:
             self.check_read(tensors)
@@ -119,16 +120,6 @@ class CapturedOperators(compat.TorchDispatchMode):
                 if isinstance(value, Tensor) and _address(value) == _address(tensor):
                     return f"{what} ({f'{prefix}.{name}' if prefix else name!r} of the model)"
         return what
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes to."""
-    if not func._schema.is_mutable or func is aten.record_stream.default:
-        return
-    for argument, value in itertools.zip_longest(func._schema.arguments, args):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = kwargs.get(argument.name, value)
-            yield from (leaf for leaf in compat.tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -60,12 +60,17 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     return estimates or not _holds(optimizer, compare, _SMALL)
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of torch's, and not of a class derived from one."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step must be called once for all parameters: a call for each of them would count as several steps.
 
     Some optimizers count steps in their groups, or in themselves. True if that cannot be tried.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_torch(optimizer):
         return False  # torch's own count in each parameter's state
 
     def compare(run: _Run, steps: Sequence[Sequence[Tensor]]) -> bool:

@@ -38,6 +38,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import compat
+from .trial import is_of_torch
 
 _LENGTH = 1 << 20
 """Length of the tensors that a step is traced with. The kernel takes any; the compiler tunes it for such a length."""
@@ -182,7 +183,7 @@ class UpdateKernels:
         if (text := self._now.get(id(group))) is None:
             optimizer = self._optimizer
             constants = [_plain_settings(group)]
-            if not _is_of_torch(optimizer):  # those read nothing else
+            if not is_of_torch(optimizer):  # those read nothing else
                 if held := [name for name in OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
                     raise CannotCompile(f"its setting {held[0]!r} is a {type(group[held[0]]).__name__}")
                 constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
@@ -336,13 +337,9 @@ def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _is_of_torch(optimizer: Any) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
     """Return the attributes of an optimizer that its step may read: its own, and plain ones of its classes."""
-    if _is_of_torch(optimizer):
+    if is_of_torch(optimizer):
         return []
     found: list[tuple[str, Any]] = [("defaults", _plain_settings(optimizer.defaults))]
     kinds = itertools.takewhile(lambda kind: kind is not torch.optim.Optimizer, type(optimizer).__mro__)

@@ -691,21 +691,27 @@ def test_wrong_arguments() -> None:
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_gradients_are_delivered_behind_their_waits() -> None:
-    """Right behind the wait, which itself comes after the next bucket's reduction has started."""
+def _backward(**sharding: Any) -> list[torch.fx.Node]:
+    """Return the nodes of the backward graph of a step, in order."""
     graphs: list[list[Any]] = []
 
     def note(graph: torch.fx.Graph, context: Any, phase: Any) -> None:
         if phase.value == "backward":
             graphs.append(list(graph.nodes))
 
-    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], **sharding)
     step = compile_step(
         model, torch.optim.SGD(model.parameters()), options={"inner": AOT_EAGER, "passes": [note], "regions": False}
     )
     step(parity.batches(1, shape=(3, 8))[0, dist.get_rank()])
     (nodes,) = graphs
+    return nodes
+
+
+@on_ranks(2)
+def test_gradients_are_delivered_behind_their_waits() -> None:
+    """Right behind the wait, which itself comes after the next bucket's reduction has started."""
+    nodes = _backward()
     delivers = [number for number, node in enumerate(nodes) if node.target is roles.DELIVER]
     starts = [number for number, node in enumerate(nodes) if node.target in roles.REDUCES]
     assert len(delivers) == len(starts) == 5
@@ -716,19 +722,7 @@ def test_gradients_are_delivered_behind_their_waits() -> None:
 @on_ranks(2)
 def test_gradients_in_host_memory_are_delivered_before_the_next_copy() -> None:
     """The host waits for a copy when it has queued the backward of another unit."""
-    graphs: list[list[Any]] = []
-
-    def note(graph: torch.fx.Graph, context: Any, phase: Any) -> None:
-        if phase.value == "backward":
-            graphs.append(list(graph.nodes))
-
-    policy = OptimizerOffloadPolicy(pin_memory=False)
-    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], offload_policy=policy)
-    step = compile_step(
-        model, torch.optim.SGD(model.parameters()), options={"inner": AOT_EAGER, "passes": [note], "regions": False}
-    )
-    step(parity.batches(1, shape=(3, 8))[0, dist.get_rank()])
-    (nodes,) = graphs
+    nodes = _backward(offload_policy=OptimizerOffloadPolicy(pin_memory=False))
     where = {node: number for number, node in enumerate(nodes)}
     delivers = [node for node in nodes if node.target is roles.DELIVER]
     copies = [deliver.args[0] for deliver in delivers]
