@@ -14,6 +14,8 @@ Needs: roles. Leaves: tags.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -50,7 +52,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _derived(gather: roles.Gather) -> list[fx.Node]:
-    """Return what is computed from the gathered parameters alone, elementwise, and is as large as they are.
+    """Return what is computed from the gathered parameters alone, elementwise, without maxima and scales.
 
     These are casts (from autocast), weights that a layer quantizes, and transposed copies, with their views. A backward
     that saved them would hold whole parameters.
@@ -60,12 +62,12 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
     derived: list[fx.Node] = []
     while pending:
         for user in pending.pop().users:
-            sources = user.all_input_nodes
+            sources = roles.tensor_inputs(user)
             if user in large or user in small or not _is_elementwise(user):
                 continue
             if all(s in large or s in small or roles.has_kind(s, NodeKind.SCALES) for s in sources):
                 pending.append(user)
-                if large.isdisjoint(sources) or _numel(user) < max(map(_numel, sources)):
+                if large.isdisjoint(sources) or _is_small(user):
                     small.add(user)
                 else:
                     large.add(user)
@@ -86,11 +88,13 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _numel(node: fx.Node) -> int:
-    """Return the number of elements of a node's value, or of the first of several."""
-    value = node.meta.get("val")
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+def _is_small(node: fx.Node) -> bool:
+    """Whether a node is a maximum of parameters, or the scales of a quantized one.
+
+    Its size does not count: lengths that ranks draw on their own would decide what they gather again.
+    """
+    is_element = node.target is operator.getitem and node.args[0].target is roles.QUANTIZE  # type: ignore[union-attr]
+    return node.target in _MAXIMA or (is_element and node.args[1] == 1)
 
 
 def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:

@@ -60,6 +60,7 @@ FP8 = "mfsdp_fp8"
 """Key in ``meta["custom"]`` of what computes a linear layer in float8."""
 
 _c10d = torch.ops._c10d_functional
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,11 @@ def reads_whole(user: fx.Node) -> bool:
     return has_kind(user, NodeKind.VIEW) or is_region_call(user)
 
 
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node reads, without symbolic numbers: a view of a parameter may have sizes of a batch."""
+    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node aliases its first input without changing it."""
     if node.op != "call_function":
@@ -298,7 +304,7 @@ def assign(graph: fx.Graph) -> None:
             assert source is not None
             bucket = source.bucket
         set_role(node, Role(kind, bucket))
-        for source in node.all_input_nodes if kind is not NodeKind.PACK else ():
+        for source in tensor_inputs(node) if kind is not NodeKind.PACK else ():
             if source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
                 set_role(source, Role(_kind_of_input(node, kind), bucket))
 

@@ -84,9 +84,12 @@ def _groups(graph: fx.Graph, context: Context) -> list[_GatherGroup]:
 
 
 def _sink(gather: roles.Gather) -> None:
-    """Move the wait and the views right before the first use. A gather without a start moves as a whole."""
+    """Move the wait and the views right before the first use. A gather without a start moves as a whole.
+
+    Views that come later stay: their sizes may be computed there.
+    """
     first_use = min(gather.uses)
-    for node in gather.nodes:
+    for node in [node for node in gather.nodes if node < first_use]:
         if gather.start is None or (node is not gather.start and node not in gather.before):
             first_use.prepend(node)
 
