@@ -31,8 +31,7 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.processes import run_ranks
-from mfsdp_compile.runtime.model import sharded_model as model
-from mfsdp_compile.runtime.ranks import agreement, notices, rendezvous, store_tree
+from mfsdp_compile.runtime.ranks import notices, rendezvous, store_tree
 
 CONNECTIONS = 16
 
@@ -41,13 +40,13 @@ def count(rank: int, say: Callable[[Any], None], compiled: bool, layers: int) ->
     """Count the agreements of this rank."""
     found: dict[str, int] = {}
     stage = ["sharding"]
-    agree = agreement.agree
+    verdict = rendezvous.Rendezvous.verdict
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def counted(visit: rendezvous.Rendezvous) -> rendezvous.Verdict:
         found[stage[0]] = found.get(stage[0], 0) + 1
-        agree(*args, **kwargs)
+        return verdict(visit)
 
-    with patch.object(agreement, "agree", counted), patch.object(model, "agree", counted):
+    with patch.object(rendezvous.Rendezvous, "verdict", counted):
         torch.manual_seed(0)
         sharded = fully_shard_model(Gpt(GptConfig(64, 32, layers, 2, 16)), fsdp_unit_modules=[GptBlock])
         call: Any = torch.compile(sharded, backend="mfsdp", options={"inner": "aot_eager"}) if compiled else sharded

@@ -159,6 +159,9 @@ def _prepared(path: Path, staging: Path) -> Iterator[None]:
     """Hold the folder to write to, which is empty. What saves that died have left is put in order."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"save_pretrained: {path} is not a folder.")
+    for left in (staging, _replaced(path)):
+        if left.is_symlink():  # what it leads to is not ours
+            remove(left)
     with locked(staging):
         for left in staging.iterdir():
             if left.name != LOCK:

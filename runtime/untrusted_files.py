@@ -1,4 +1,6 @@
-"""Reading untrusted files: every name, size and JSON document in them is checked here, and nowhere else.
+"""Reading untrusted files, and writing into folders that others may write to.
+
+Every name, size and JSON document in untrusted files is checked here, and nowhere else.
 
 Readers of checkpoints, safetensors, Hugging Face folders, dumps of hung jobs, hardware descriptions and job
 configurations all call these functions. Input that they refuse raises :class:`FileRefused`. An ``OSError`` (no such
@@ -8,9 +10,11 @@ file, no permission) passes through.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 from collections import Counter
@@ -167,17 +171,6 @@ def open_regular(path: Path) -> IO[bytes]:
         raise
 
 
-def open_new(path: Path) -> IO[bytes]:
-    """Open a file for writing. Whatever is at ``path`` is removed first; a link is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except FileExistsError:
-        path.unlink()
-        descriptor = os.open(path, flags, 0o666)
-    return os.fdopen(descriptor, "wb")
-
-
 def remove(path: Path) -> None:
     """Remove a folder with its contents, a file, or a link (not its target), if there is one."""
     if path.is_dir() and not path.is_symlink():
@@ -204,6 +197,76 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileRefused(f"{path} is not UTF-8: {error}") from None
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_file(folder: Path, name: str, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Write a file completely or not at all, also where others may write to the same folder.
+
+    The content goes to a new file with a random name, which then replaces the regular file or the link at ``name``. No
+    link in ``name`` is followed, so nobody can redirect the content to another file.
+
+    Args:
+        folder: Chosen by the user, and created if necessary. It may be a link.
+        name: The file, perhaps in subfolders, which are created.
+        durable: Flush the content to the disk before it replaces anything.
+
+    Yields:
+        The new file, open for writing.
+
+    Raises:
+        FileRefused: A subfolder is a link; or ``name`` is, or links to, a folder, pipe or device.
+    """
+    *between, last = child(folder, name).relative_to(folder).parts
+    folder.mkdir(parents=True, exist_ok=True)
+    at = os.open(folder, _FOLDER)
+    try:
+        for part in between:
+            at = _entered(at, part, folder / name)
+        with contextlib.suppress(OSError):  # nothing is there, or a link to nothing
+            if not stat.S_ISREG(os.stat(last, dir_fd=at).st_mode):
+                raise FileRefused(f"{folder / name} is not a regular file, and is not replaced")
+        beside = f".{last[:200]}.{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(beside, flags, 0o666, dir_fd=at), "wb") as file:
+                yield file
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(beside, last, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside, dir_fd=at)
+            raise
+    finally:
+        os.close(at)
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def _entered(at: int, part: str, path: Path) -> int:
+    """Return a descriptor of a subfolder, which is created if necessary, in place of that of its parent."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(part, dir_fd=at)
+    try:
+        inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise FileRefused(f"{path} is not written, because {part!r} is a link or a file instead of a folder") from None
+    os.close(at)
+    return inner
+
+
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Write a text file; see :func:`new_file`."""
+    with new_file(path.parent, path.name, durable) as file:
+        file.write(text.encode())
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

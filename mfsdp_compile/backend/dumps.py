@@ -12,6 +12,7 @@ the same module.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import re
@@ -26,6 +27,7 @@ from mfsdp_compile.passes.context import Report
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.untrusted_files import new_file
 
 _numbers = itertools.count()
 
@@ -34,13 +36,16 @@ class GraphFolder:
     """Writes one of Dynamo's graphs, and the graphs that are made from it, to a folder.
 
     Args:
-        path: The folder; created at the first write.
+        root: The folder that ``MFSDP_DEBUG_DIR`` names.
+        path: The folder in it for these graphs; created at the first write.
         subject: Human-readable description of the graphs.
     """
 
-    def __init__(self, path: Path, subject: str) -> None:
+    def __init__(self, root: Path, path: str, subject: str) -> None:
+        self._root = root
         self._path = path
         self._subject = subject
+        self._passes = ""
         self._counts: dict[str, int] = {}
 
     @staticmethod
@@ -50,14 +55,15 @@ class GraphFolder:
         if not folder:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return GraphFolder(Path(folder) / "graphs" / f"rank-{rank}" / f"{next(_numbers):02}", subject)
+        return GraphFolder(Path(folder), f"graphs/rank-{rank}/{next(_numbers):02}", subject)
 
     def __call__(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
         """Write a graph. A failure is only a warning, because training must go on."""
         try:
             self._write(phase, graph, report)
         except Exception as error:
-            warn(f"MFSDP_DEBUG_DIR: a graph could not be written to {self._path}: {error}", RuntimeWarning, by=None)
+            folder = self._root / self._path
+            warn(f"MFSDP_DEBUG_DIR: a graph could not be written to {folder}: {error}", RuntimeWarning, by=None)
 
     def _write(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
         kind = phase.value if phase is not None else "dynamo"
@@ -73,12 +79,17 @@ class GraphFolder:
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
             graph = marked.graph
         text, constants = readable.source(graph, [f"{kind.capitalize()} graph of {self._subject}, {what}.", "", *lines])
-        self._path.mkdir(parents=True, exist_ok=True)
-        (self._path / f"{name}.py").write_text(text, encoding="utf-8")
+        self._write_file(f"{name}.py", text.encode())
         if constants:
-            torch.save(constants, self._path / f"{name}.pt")
-        with (self._path / "passes.txt").open("a", encoding="utf-8") as file:
-            file.write("\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""]))
+            stream = io.BytesIO()
+            torch.save(constants, stream)
+            self._write_file(f"{name}.pt", stream.getvalue())
+        self._passes += "\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""])
+        self._write_file("passes.txt", self._passes.encode())
+
+    def _write_file(self, name: str, content: bytes) -> None:
+        with new_file(self._root, f"{self._path}/{name}") as file:
+            file.write(content)
 
 
 def _lines_of(report: Report) -> list[str]:

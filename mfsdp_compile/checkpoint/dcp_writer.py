@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -150,7 +151,8 @@ class CheckpointWriter:
 def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
     """Yield a path to write a file or directory at. It is renamed to ``out`` if the block ends without an error.
 
-    Until then, everything is at ``OUT.partial-<pid>``, which is removed after an error.
+    Until then, everything is in a folder beside ``out`` in which only this user can write. It is removed after an
+    error.
 
     Args:
         out: Final path.
@@ -168,9 +170,10 @@ def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[
             raise CheckpointError(
                 f"{out} is not a checkpoint, so it was not overwritten. Remove it, or choose another name."
             )
-    partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
+    old = out.with_name(f"{out.name}.old-{os.getpid()}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    remove(partial)  # left by a killed process with the same pid
+    private = Path(tempfile.mkdtemp(prefix=f".{out.name[:200]}.partial-", dir=out.parent))
+    partial = private / out.name
     try:
         with explaining_full_disks(partial, needed):
             yield partial
@@ -184,6 +187,6 @@ def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[
                 old.rename(out)
             raise
     finally:
-        remove(partial)
+        remove(private)
     if replaced:
         remove(old)

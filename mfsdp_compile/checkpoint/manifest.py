@@ -28,12 +28,12 @@ from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     child,
     inside,
-    open_new,
     open_regular,
     read_json,
     safe_name,
     typed,
     whole,
+    write_text,
 )
 
 from .errors import CheckpointError
@@ -273,12 +273,7 @@ def write_durably(path: Path, text: str) -> None:
 
     The text is written to a temporary file beside it, flushed to disk, and renamed.
     """
-    beside = path.with_name(f"{path.name}.tmp")
-    with open_new(beside) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_text(path, text, durable=True)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
 from mfsdp_compile.checkpoint.errors import CheckpointError
-from mfsdp_compile.runtime.untrusted_files import FileRefused, read_json, safe_name, typed, whole
+from mfsdp_compile.runtime.untrusted_files import FileRefused, read_json, safe_name, typed, whole, write_text
 
 from . import keys
 
@@ -57,7 +57,7 @@ def param_to_param_group_map(
 
 def write_map(mapped: Mapping[str, int], path: Path) -> None:
     """Write a map as JSON."""
-    path.write_text(json.dumps(dict(mapped), indent=2) + "\n")
+    write_text(path, json.dumps(dict(mapped), indent=2) + "\n")
 
 
 def read_map(path: Path) -> dict[str, int]:

@@ -23,11 +23,13 @@ from mfsdp_compile.checkpoint.errors import CheckpointError
 from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     inside,
+    new_file,
     open_regular,
     parse_json,
     read_json,
     safe_name,
     typed,
+    write_text,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -212,7 +214,7 @@ def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], 
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with new_file(path.parent, path.name) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
@@ -226,4 +228,4 @@ def write_index(folder: Path, layouts: Mapping[str, Layout], files: Mapping[str,
         weight_map = {name: file for file, names in files.items() for name in names}
         total = sum(layouts[name].nbytes for name in weight_map)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")

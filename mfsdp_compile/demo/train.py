@@ -31,6 +31,7 @@ from mfsdp_compile.metrics import StepMetrics, StepRecord, model_flops
 from mfsdp_compile.planning import calibrated, forecast
 from mfsdp_compile.report.numbers import bytes_text, change_text, seconds_text
 from mfsdp_compile.report.step_report import step_seconds
+from mfsdp_compile.runtime.untrusted_files import read_text, write_text
 
 from ..diagnostics.measure import collectives
 from ..models.llama import Block, Llama, LlamaConfig
@@ -451,19 +452,18 @@ def _rows_before(path: Path, step: int) -> list[str]:
     """Return the rows of the runs that this one resumes."""
     if not step or not path.exists():
         return []
-    return [row for row in path.read_text().splitlines()[1:] if int(row.split(",")[0]) < step]
+    return [row for row in read_text(path).splitlines()[1:] if int(row.split(",")[0]) < step]
 
 
 def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> None:
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     rows = _rows_before(out / "loss.csv", outcome.start)
     numbered = enumerate(itertools.zip_longest(outcome.losses, alone, fillvalue=""), outcome.start)
     rows += [f"{step},{loss},{loss_alone}" for step, (loss, loss_alone) in numbered]
-    (out / "loss.csv").write_text("\n".join(["step,loss,one_process", *rows, ""]))
+    write_text(out / "loss.csv", "\n".join(["step,loss,one_process", *rows, ""]))
     facts = {"config": asdict(config), "torch": torch.__version__, "machine": platform.machine()}
     found = asdict(outcome) | {"losses": outcome.losses, "step_seconds": step_seconds(outcome.steps)}
-    (out / "summary.json").write_text(json.dumps(facts | found, indent=1))
+    write_text(out / "summary.json", json.dumps(facts | found, indent=1))
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
+from mfsdp_compile.runtime.untrusted_files import write_text
 
 from ..demo.corpus import Windows, standard_library
 
@@ -67,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> None:
     trainer.save_model()  # a folder for from_pretrained
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        Path(args.output_dir, "losses.json").write_text(json.dumps(losses))
+        write_text(Path(args.output_dir, "losses.json"), json.dumps(losses))
     trainer.end()
 
 

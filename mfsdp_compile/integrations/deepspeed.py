@@ -12,7 +12,6 @@ Keys, defaults and formulas are those of DeepSpeed's ``runtime/config.py``, ``ru
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile.runtime.plan.offload import OptimizerOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.untrusted_files import read_json
 
 __all__ = ["KEYS", "ZERO_KEYS", "DeepSpeedArguments", "arguments"]
 
@@ -224,7 +224,7 @@ def arguments(config: str | os.PathLike[str] | Mapping[str, Any], ranks: int | N
             message lists all of them.
     """
     if not isinstance(config, Mapping):
-        config = json.loads(Path(config).read_text(encoding="utf-8"))
+        config = read_json(Path(config))
         if not isinstance(config, Mapping):
             raise ValueError(f"A DeepSpeed configuration is an object, got a {type(config).__name__}.")
     if ranks is None and dist.is_initialized():

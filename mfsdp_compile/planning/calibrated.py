@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.untrusted_files import write_text
 
 from .calibration import describe, threads_of
 from .measuring import ON_CPU, ON_CUDA, Effort, Shapes, measure_rank
@@ -122,14 +122,5 @@ def calibrated(ranks: int, effort: Effort, again: bool = False) -> tuple[Path, H
     backend = "nccl" if gpus else "gloo"
     (measured,) = run_ranks(measure_rank, ranks, effort, backend=backend, threads=threads_of(ranks))
     machine = describe(measured, "this-machine", ranks)
-    _write(path, machine.to_json())
+    write_text(path, machine.to_json())
     return path, machine, True
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file as a whole, because another process may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(name, path)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.processes import run_ranks
+from mfsdp_compile.runtime.untrusted_files import write_text
 
 from .measuring import ON_CPU, ON_CUDA, Effort, Measured, Shapes, Timing, measure_rank
 
@@ -67,7 +68,7 @@ def calibrate(
     except ValueError as error:
         console.print(f"measured something that cannot be: {error}. Is the machine busy?", markup=False, soft_wrap=True)
         return 2
-    Path(out).write_text(hardware.to_json())
+    write_text(Path(out), hardware.to_json())
     console.print(_table(measured, hardware))
     if ranks == 1:
         console.print("One rank has nobody to send to: links are not measured. Give --ranks 2 or more.", soft_wrap=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
+
+from mfsdp_compile.runtime.untrusted_files import new_file
 
 from .html import to_html
 from .perfetto import to_chrome_trace
@@ -34,17 +35,13 @@ def write(report: StepReport, folder: Path | str, name: str) -> dict[str, Path]:
         "trace": ("trace.json", json.dumps(to_chrome_trace(report.timeline), allow_nan=False)),
     }
     paths = {form: folder / f"{name}.{end}" for form, (end, _) in texts.items()}
-    temporary = {form: folder / f".{path.name}.{os.getpid()}.tmp" for form, path in paths.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for form, (_, text) in texts.items():
-            temporary[form].write_text(text, encoding="utf-8")
-        for form, path in paths.items():
-            os.replace(temporary[form], path)
+        with contextlib.ExitStack() as replaced:
+            for form, (_, text) in texts.items():
+                file = replaced.enter_context(new_file(folder, paths[form].name))
+                file.write(text.encode())
+                file.flush()  # a full disk is noticed before any file is replaced
     except OSError as error:
-        for path in temporary.values():
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
         raise OSError(
             error.errno,
             f"the report {name!r} cannot be written to {folder}: {error.strerror or error}. Choose a writable folder "

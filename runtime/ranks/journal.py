@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -37,6 +36,7 @@ import torch.distributed as dist
 
 from .. import compat
 from ..program_lines import main_frame, place, program_line
+from ..untrusted_files import FileRefused, new_file
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -167,16 +167,14 @@ class Journal:
         if folder is None or not dist.is_initialized():
             return None
         path = folder / f"rank-{dist.get_rank()}.json"
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError, FileRefused):
             # The first states of an incident count. What a rank does after others have given up says nothing.
             now = time.time()
             self._states = [state for state in self._states if now - state["at"] < max(60.0, 2 * self._timeout())][:7]
             self._states.append(self.state(why, trace))
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{path.stem}-", delete=False) as beside:
-                json.dump(self._states, beside, indent=1)
-            os.chmod(beside.name, 0o644)  # another user may explain the hang
-            os.replace(beside.name, path)
+            with new_file(folder, path.name) as file:
+                file.write(json.dumps(self._states, indent=1).encode())
+                os.fchmod(file.fileno(), 0o644)  # another user may explain the hang
             return path
         return None
 

@@ -25,13 +25,18 @@ have kept.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..untrusted_files import FileRefused, read_text, write_text
 from .decisions import Ahead, Behind, Decisions, Limit, Why
 from .phase import Phase
 from .text import ScheduleLine
+
+MOST_BYTES = 16 << 20
+"""Maximum size of a schedule file. A model of 10,000 buckets has less than 2 MiB."""
 
 _HEAD = "# mfsdp schedule"
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
@@ -55,11 +60,12 @@ class ScheduleText:
         """Read a schedule file.
 
         Raises:
-            ValueError: The file cannot be read, or a line is not understood. The message names file and line.
+            ValueError: The file cannot be read, is no regular file, or has more than :data:`MOST_BYTES`; or a line is
+                not understood. The message names file and line.
         """
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(Path(path), MOST_BYTES)
+        except (OSError, FileRefused) as error:
             raise ValueError(f"The schedule {path} cannot be read: {error}") from error
         return ScheduleText.parse(text, str(path))
 
@@ -75,7 +81,7 @@ class ScheduleText:
                 names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
                 if section[1] not in names:
                     raise ValueError(
-                        f"{where}:{number}: there is no graph {section[1]!r}; there are {', '.join(names)}"
+                        f"{where}:{number}: there is no graph {section[1]!r:.200}; there are {', '.join(names)}"
                     )
                 current = found.setdefault(names[section[1]], [])
                 continue
@@ -83,8 +89,8 @@ class ScheduleText:
             if read is None or current is None:
                 what = "comes before the first section, such as [forward]" if read else "is no start or wait"
                 raise ValueError(
-                    f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of "
-                    "a bucket."
+                    f"{where}:{number}: {line!r:.200} {what}. A line is gather, wait, cast, reduce or await and the "
+                    "name of a bucket."
                 )
             current.append(read.decision)
         return ScheduleText(found, where)
@@ -128,7 +134,7 @@ class ScheduleText:
     def save(self, path: str | Path) -> None:
         """Write the schedule to a file, which can be edited and passed as ``options={"schedule": path}``, or to
         ``model.set_schedule(schedule=path)``."""
-        Path(path).write_text(str(self))
+        write_text(Path(path), str(self))
 
     def decisions(self, names: Sequence[str], units: Sequence[str], keepable: bool) -> Decisions:
         """Return the decisions that the text expresses.
@@ -140,25 +146,27 @@ class ScheduleText:
         Raises:
             ValueError: The text names unknown buckets, or its order is impossible.
         """
+        index = {name: number for number, name in enumerate(names)}
+        unit_of = dict(zip(names, units, strict=True))
         gathers: dict[Phase, dict[int, Ahead]] = {}
         reductions: dict[int, Behind] = {}
         for phase, lines in self.lines.items():
-            if unknown := next((line.bucket for line in lines if line.bucket not in names), None):
+            if unknown := next((line.bucket for line in lines if line.bucket not in index), None):
                 raise ValueError(
-                    f"{self.where}: [{phase.value}] names the bucket {unknown!r}, but the graph has {', '.join(names)}"
+                    f"{self.where}: [{phase.value}] names the bucket {unknown!r:.200}, but the graph has "
+                    f"{', '.join(names)}"
                 )
-            unit_of = dict(zip(names, units, strict=True))
             gathers[phase] = {
-                names.index(name): Ahead(count, Why(Limit.FILE), names.index(before) if before is not None else None)
+                index[name]: Ahead(count, Why(Limit.FILE), index[before] if before is not None else None)
                 for name, (count, before) in self._ahead(phase, unit_of).items()
             }
-            reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
+            reductions |= {index[name]: behind for name, behind in self._behind(phase).items()}
         kept: frozenset[int] = frozenset()
         if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
             # This includes buckets that the backward does not need; nothing is saved for those.
             kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
         backward = self.lines.get(Phase.BACKWARD, ())
-        portions = frozenset(names.index(line.bucket) for line in backward if line.is_gather_of_portions)
+        portions = frozenset(index[line.bucket] for line in backward if line.is_gather_of_portions)
         return Decisions(kept, gathers, reductions, portions=portions)
 
     def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
@@ -169,32 +177,39 @@ class ScheduleText:
             reduction starts next, if it starts before any wait, else None.
         """
         lines = self.lines[phase]
-        waits = [line.bucket for line in lines if line.what == "wait"]
+        waited = [unit_of[line.bucket] for line in lines if line.what == "wait"]
         found: dict[str, tuple[int, str | None]] = {}
-        passed = 0
-        for position, line in enumerate(lines):
-            name = line.bucket
-            if line.what == "wait":
-                passed += 1
-            elif line.what == "gather":
+        started: dict[str, tuple[int, bool]] = {}
+        turns: Counter[str] = Counter()  # by unit: how often the waits so far have turned to it
+        turned, passed, is_beginning = 0, 0, True
+        for line, following in zip(lines, _following(lines), strict=True):
+            name, unit = line.bucket, unit_of[line.bucket]
+            others = turned - turns[unit]
+            last = waited[passed - 1] if passed else None
+            if line.what == "gather":
                 if name in found:
                     raise ValueError(f"{self.where}: [{phase.value}] gathers {name!r} twice")
-                if name not in waits[passed:]:
-                    raise ValueError(
-                        f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather must "
-                        "be awaited"
-                    )
-                between = [unit_of[other] for other in waits[passed : waits.index(name)]]
-                units = sum(
-                    unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
-                )
-                # Gathers at the beginning of the graph start at once, not at their use.
-                begins = not units and all(other.what == "gather" for other in lines[:position])
-                following = next(
-                    other for other in lines[position:] if other.what in ("wait", "reduce")
-                )  # its own wait
-                reduces = following.what == "reduce" and not begins
-                found[name] = units or int(begins), following.bucket if reduces else None
+                found[name] = 0, following.bucket if following is not None and following.what == "reduce" else None
+                # The waits after this gather may go on with the unit of the last one before it, which then counts.
+                goes_on = last is not None and last != unit and waited[passed : passed + 1] == [last]
+                started[name] = others - goes_on, is_beginning
+            elif line.what == "wait":
+                if name in started:
+                    before, begins = started.pop(name)
+                    units = others - before
+                    if begins and not units:  # starts with the graph, not at its use
+                        found[name] = 1, None
+                    else:
+                        found[name] = units, found[name][1]
+                turns[unit] += unit != last
+                turned += unit != last
+                passed += 1
+            is_beginning = is_beginning and line.what == "gather"
+        for name in started:
+            raise ValueError(
+                f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather must be "
+                "awaited"
+            )
         return found
 
     def _behind(self, phase: Phase) -> dict[str, Behind]:
@@ -203,6 +218,7 @@ class ScheduleText:
         started: dict[str, int] = {}
         lines = [line for line in self.lines[phase] if line.number == 1]
         total = sum(line.what == "reduce" for line in lines)
+        end = max((position for position, line in enumerate(lines, 1) if line.what != "await"), default=0)
         for position, line in enumerate(lines):
             name = line.bucket
             if line.what == "reduce":
@@ -213,7 +229,7 @@ class ScheduleText:
                 if name not in started:
                     raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
                 later = len(started) - started[name] - 1
-                at_end = all(other.what == "await" for other in lines[position:])
+                at_end = position >= end
                 # A wait between two starts goes to the latest place that has these lines: right before the second
                 # start, or, if a gather or its wait would then come first, at once.
                 at_once = lines[position - 1] == replace(line, what="reduce") and not at_end
@@ -223,3 +239,13 @@ class ScheduleText:
         for name in started.keys() - found.keys():
             raise ValueError(f"{self.where}: [{phase.value}] never awaits the reduction of {name!r}")
         return found
+
+
+def _following(lines: Sequence[ScheduleLine]) -> list[ScheduleLine | None]:
+    """Return the next wait or start of a reduction from each line on, itself included."""
+    found: list[ScheduleLine | None] = []
+    following = None
+    for line in reversed(lines):
+        following = line if line.what in ("wait", "reduce") else following
+        found.append(following)
+    return found[::-1]

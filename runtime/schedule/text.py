@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 _LINE = re.compile(
     r"(?P<what>gather|wait|cast|reduce|await)\s+(?P<bucket>\S+?)"
-    r"(?:,?\s+(?:stage|portions of) (?P<number>\d+))?(?:\s{2,}(?P<detail>.*))?"
+    r"(?:,?\s+(?:stage|portions of) (?P<number>\d{1,9}))?(?:\s{2,}(?P<detail>.*))?"
 )
 _IF_DUE = ", if due"
 

@@ -153,7 +153,8 @@ def test_links_do_not_block_saves_and_are_not_followed() -> None:
         (elsewhere / "precious").write_text("dear")
         (root / ".saving-1").symlink_to(elsewhere)
         (root / ".removing-x").symlink_to(elsewhere / "precious")
-        (root / "latest.tmp").symlink_to(elsewhere / "precious")
+        (root / "latest").unlink()
+        (root / "latest").symlink_to(elsewhere / "precious")
         (root / ".lock").unlink()
         (root / ".lock").symlink_to(elsewhere / "precious")
     dist.barrier()
@@ -252,6 +253,7 @@ def test_files_are_on_the_disk_before_they_have_their_names() -> None:
     root = shared_folder()
     model, _ = make()
     events: list[tuple[str, str]] = []
+    written: dict[str, str] = {}  # what a file was called before it got its name
     sync, rename, replace = os.fsync, os.rename, os.replace
 
     def name(path: Any) -> str:
@@ -266,9 +268,11 @@ def test_files_are_on_the_disk_before_they_have_their_names() -> None:
         events.append(("name", name(target)))
         rename(source, target, **options)
 
-    def watched_replace(source: Any, target: Any, **options: Any) -> None:
-        events.append(("name", name(target)))
-        replace(source, target, **options)
+    def watched_replace(source: Any, target: Any, **folders: Any) -> None:
+        folder = os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}") if folders else ""
+        written[name(os.path.join(folder, target))] = name(os.path.join(folder, source))
+        events.append(("name", name(os.path.join(folder, target))))
+        replace(source, target, **folders)
 
     os.fsync, os.rename, os.replace = watched_sync, watched_rename, watched_replace
     try:
@@ -285,13 +289,13 @@ def test_files_are_on_the_disk_before_they_have_their_names() -> None:
             held.startswith(".saving-step-00000001/.metadata") for kind, held in events[:manifest] if kind == "sync"
         )
         assert (
-            at["sync", ".saving-step-00000001/manifest.json.tmp"]
+            at["sync", written[".saving-step-00000001/manifest.json"]]
             < manifest
             < at["sync", ".saving-step-00000001"]
             < published
         )
         assert published < at["sync", "."] < at["name", "latest"]
-        assert at["sync", "latest.tmp"] < at["name", "latest"]
+        assert at["sync", written["latest"]] < at["name", "latest"]
 
 
 @on_ranks(2)
