@@ -58,8 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mfsdp-compile {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="command", title="commands")
     added = {each: parsers.add_parser(each, help=about.help) for each, about in COMMANDS.items()}
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     if name is None:
-        parser.parse_args(words)  # ends the program: prints help or version, or that a command is missing
+        parser.parse_args(words)  # ends the program: prints help or the version, or names a wrong option
         return 2
     if name not in COMMANDS:
         parser.error(f"there is no command {name!r}.{did_you_mean(name, COMMANDS)} mfsdp --help lists all.")

@@ -232,7 +232,12 @@ def new_file(folder: Path, name: str, durable: bool = False) -> Iterator[IO[byte
         beside = f".{last[:200]}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with os.fdopen(os.open(beside, flags, 0o666, dir_fd=at), "wb") as file:
+            descriptor = os.open(beside, flags, 0o666, dir_fd=at)
+        except OSError as error:
+            error.filename = str(folder / name)
+            raise
+        try:
+            with os.fdopen(descriptor, "wb") as file:
                 yield file
                 if durable:
                     file.flush()

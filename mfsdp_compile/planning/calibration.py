@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
@@ -26,6 +25,7 @@ from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime.untrusted_files import write_text
 
 from .measuring import ON_CPU, ON_CUDA, Effort, Measured, Shapes, Timing, measure_rank
+from .tables import plain_console, print_table
 
 
 def calibrate(
@@ -47,13 +47,13 @@ def calibrate(
     Raises:
         RuntimeError: If a rank fails.
     """
-    console = Console()
+    console = plain_console()
     gpus = torch.cuda.device_count()
     problem = _unwritable(Path(out))
     if problem is None and gpus and ranks > gpus:
         problem = f"{ranks} ranks need as many GPUs, and there are {gpus}: give --ranks {gpus}"
     if problem is not None:
-        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+        console.print(problem, markup=False, soft_wrap=True)
         return 2
     backend = "nccl" if gpus else "gloo"
     console.print(
@@ -69,7 +69,7 @@ def calibrate(
         console.print(f"measured something that cannot be: {error}. Is the machine busy?", markup=False, soft_wrap=True)
         return 2
     write_text(Path(out), hardware.to_json())
-    console.print(_table(measured, hardware))
+    print_table(console, _table(measured, hardware))
     if ranks == 1:
         console.print("One rank has nobody to send to: links are not measured. Give --ranks 2 or more.", soft_wrap=True)
     console.print(

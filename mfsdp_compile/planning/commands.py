@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
+from rich.markup import escape
 
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
@@ -28,6 +26,7 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
+from mfsdp_compile.runtime.untrusted_files import FileRefused
 
 from . import published
 from .jobs import Job, Planned
@@ -35,6 +34,7 @@ from .offloading import EVERY, NOTHING, OffloadedUnits, modules_of
 from .on_ranks import problem_of
 from .planner import Forecast, plan, planned
 from .sizes import best_size, knee_bytes, sizes
+from .tables import plain_console, print_table, table_of
 from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 OFFLOAD: dict[str, OffloadedUnits | Literal["auto"]] = {
@@ -58,8 +58,8 @@ WIRES = {wire.name_of(dtype): dtype for dtype in wire.OUTER_DTYPES}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Predicts memory, step time and exposed communication of a training run, from a model that is never made and "
-        "ranks that do not exist. Every number is simulated."
+        "Predicts memory, step time and exposed communication of a training run. Nothing is run: the model gets no "
+        "memory, no GPU is needed, and every number is simulated."
     )
     parser.add_argument(
         "--model",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches",
         type=int,
-        help="of a pipeline's step, each of --batch sequences (default: four times as many as stages)",
+        help="microbatches of a pipeline's step, each of --batch sequences (default: four times as many as stages)",
     )
     parser.add_argument(
         "--hardware",
@@ -86,12 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budget",
-        help="of what a rank's tensors take, such as 70GiB (default: the device's memory, less "
-        f"{published.MOST_RESERVED:.1%}% for what the allocator reserves besides)",
+        metavar="BYTES",
+        help="most that a rank's tensors may take, with a unit, such as 70GiB (default: the device's memory, less "
+        f"{published.MOST_RESERVED:.1%}% that the allocator may reserve besides)",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model (default: %(default)s)")
     parser.add_argument(
         "--param-dtype",
         choices=DTYPES,
@@ -143,11 +144,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bucket",
+        metavar="BYTES",
         help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes of units and of "
         "buckets for the best plan",
     )
     parser.add_argument(
-        "--unit", help="join neighboring units that are smaller until they have this many bytes, such as 512MiB"
+        "--unit",
+        metavar="BYTES",
+        help="join smaller neighboring units until they have this many bytes, such as 512MiB",
     )
     parser.add_argument(
         "--fine-grained",
@@ -187,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep values that are saved for backward in host memory meanwhile, as the option activation_offload; "
         "auto: those that are copied while the next unit computes (default: none)",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer (default: %(default)s)")
     parser.add_argument(
         "--step-in-backward",
         action="store_true",
@@ -202,7 +206,7 @@ def run(given: argparse.Namespace) -> int:
     """Run the command line. Returns the exit code: 0, 1 if nothing fits, or 2 if the arguments are wrong."""
     gc.disable()  # everything made here is needed to the end, and scanning it takes a fifth of the time
     try:
-        return _run(given, Console(highlight=False))
+        return _run(given, plain_console())
     finally:
         gc.freeze()  # avoids scanning it when Python exits
 
@@ -277,6 +281,16 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     if given.bucket == "auto":
         _show_sizes(console, forecast)
     best = forecast.best
+    try:
+        _write(console, forecast, best, given)
+    except (OSError, FileRefused) as error:
+        print(f"mfsdp plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(console: Console, forecast: Forecast, best: Planned, given: argparse.Namespace) -> None:
+    """Write and print what is asked for about the best plan."""
     if given.details or given.html:
         report = report_of(forecast, planned(forecast.job_of(best), forecast.stages, best.candidate, details=True))
         if given.details:
@@ -291,7 +305,6 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             problem_of(forecast.job_of(best), forecast.trace_of(best), best.candidate).lines(best.decisions)
         ).save(given.schedule)
         console.print(f"schedule: {given.schedule}")
-    return 0
 
 
 def _ways_to_save(checkpoint: str, offload: str | None) -> Iterator[tuple[str, str]]:
@@ -322,7 +335,7 @@ def _remark(row: Planned, is_best: bool) -> str:
 
 def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast) -> None:
     console.print("the best plan with each way to save values for backward:")
-    table = _table("values for backward", "sharding", "GiB", "in host memory", "step", "tok/s", "")
+    table = table_of("values for backward", "sharding", "GiB", "in host memory", "step", "tok/s", "")
     for forecast in forecasts:
         row = forecast.best or min(forecast.rows, key=lambda row: row.needed)
         host = max(stage.outlines[Phase.FORWARD].host_bytes for stage in forecast.stages)
@@ -337,7 +350,7 @@ def _show_saving(console: Console, forecasts: Sequence[Forecast], best: Forecast
         else:
             speed = f"{forecast.tokens_per_second(row):,.0f}"
             table.add_row(*cells, f"{row.timeline.seconds:.3g} s", speed, _remark(row, forecast is best))
-    _print_table(console, table)
+    print_table(console, table)
 
 
 def _reshard(text: str) -> bool | int | None:
@@ -365,7 +378,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     job, stages = forecast.job, forecast.stages
     parameters, units = sum(stage.parameters for stage in stages), sum(len(stage.order) for stage in stages)
     console.print(
-        f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
+        f"[bold]{escape(job.work.name)}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, {_saving(job.work)}, "
         f"{job.optimizer.name}{_precision(job)}",
     )
@@ -398,10 +411,10 @@ def _show(console: Console, forecast: Forecast) -> None:
             f"{', for each microbatch' if pipelined else ''}",
         )
     host, idle = ["host"] if offloaded else [], ["idle"] if pipelined else []
-    table = _table("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", "")
+    table = table_of("ranks", "sharding", "GiB", *host, "step", "tok/s", "MFU", "exposed", *idle, "kept", "")
     for row in forecast.rows:
         table.add_row(*_cells(forecast, row, pipelined, offloaded), style=None if row.timeline else "dim")
-    _print_table(console, table)
+    print_table(console, table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
         console.print(f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}")
@@ -459,27 +472,11 @@ def _precision(job: Job) -> str:
     return found
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in names:
-        in_words = name in ("values for backward", "sharding", "")
-        table.add_column(name, justify="left" if in_words else "right", no_wrap=True)
-    return table
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """Print a table in full width, however narrow the terminal is."""
-    width = console.width
-    console.width = max(width, Measurement.get(console, console.options.update_width(1000), table).maximum)
-    console.print(table)
-    console.width = width
-
-
 def _show_sizes(console: Console, forecast: Forecast) -> None:
     assert forecast.best is not None
     candidate = forecast.best.candidate
     console.print(f"{candidate} on {candidate.world:,} ranks, with units joined or parted into buckets")
-    table = _table("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", "")
+    table = table_of("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", "")
     rows = sizes(forecast.job, forecast.stages, candidate)
     best = best_size(rows)
     for row in rows:
@@ -491,7 +488,7 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
         else:
             cells += ["", "", row.planned.verdict]
         table.add_row(*cells, style=None if timeline else "dim")
-    _print_table(console, table)
+    print_table(console, table)
     knee = knee_bytes(candidate, forecast.job.hardware)
     small = sum(info.gathered_bytes < knee for info in rows[0].planned.context.buckets)
     console.print(

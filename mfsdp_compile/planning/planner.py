@@ -130,7 +130,16 @@ def plan(
     }
     rows = [planned(job, traces[candidate.degrees], candidate) for candidate in tried]
     possible = [row for row in rows if row.timeline is not None]
-    best = min(possible, key=lambda row: preference(row, _batches_per_rank(job, row.candidate)), default=None)
+
+    def preference(row: Planned) -> tuple[bool, int, float, float, int]:
+        assert row.timeline is not None
+        # As tables show them: no row beside the best one looks faster. Of equal ones, the one that communicates least.
+        batches, seconds = _batches_per_rank(job, row.candidate), row.timeline.seconds
+        speed = round(job.work.batch * job.work.length * batches / seconds)
+        step, sent = float(f"{seconds / batches:.3g}"), communication(row) / batches
+        return row.is_close, -speed, step, sent, row.timeline.peak_bytes
+
+    best = min(possible, key=preference, default=None)
     smallest = [found for of, stages in traces.items() if (found := _smallest_world(job, stages, of)) is not None]
     return Forecast(job, rows, best, min(smallest, default=None), traces)
 
@@ -153,12 +162,10 @@ def traced_stages(
     return [found[stage] for stage in alike]
 
 
-def preference(row: Planned, batches: float) -> tuple[bool, float, float, int]:
-    """Return a sort key: those that fit, time per batch to three digits, communication per batch, peak memory."""
+def communication(row: Planned) -> float:
+    """Return the seconds that the collectives of a plan's step take, hidden or exposed."""
     assert row.timeline is not None
-    sent = sum(exposure.seconds for exposure in row.timeline.exposures)
-    seconds = float(f"{row.timeline.seconds / batches:.3g}")
-    return row.is_close, seconds, sent / batches, row.timeline.peak_bytes
+    return sum(exposure.seconds for exposure in row.timeline.exposures)
 
 
 def planned(
@@ -206,6 +213,11 @@ def _with_offload(job: Job, stages: Sequence[Trace], candidate: Candidate, detai
             found[step] = _planned(replace(job, offload=units), stages, candidate, details, stage)
         return found[step]
 
+    def seconds(step: int) -> float:
+        timeline = after(step).timeline
+        assert timeline is not None
+        return float(f"{timeline.seconds:.3g}")
+
     found = {0: _planned(replace(job, offload=NOTHING), stages, candidate, details, stage)}
     buckets = found[0].context.buckets
     most = offloading.steps(buckets, candidate.topology())
@@ -217,7 +229,7 @@ def _with_offload(job: Job, stages: Sequence[Trace], candidate: Candidate, detai
         low, high = (low, middle) if after(middle).fits else (middle, high)
     units = len(offloading.modules_of(buckets))
     enough = [step for step in sorted({high, max(high, units), most}) if after(step).fits]
-    return after(min(enough, key=lambda step: preference(after(step), 1.0)[1]))  # ties go to the fewest units
+    return after(min(enough, key=seconds))  # ties go to the fewest units
 
 
 def _planned_alone(job: Job, traced: Trace, candidate: Candidate, details: bool) -> Planned:

@@ -10,7 +10,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 
 from .candidates import Candidate
 from .jobs import Job, Planned
-from .planner import planned, preference
+from .planner import communication, planned
 from .trace_model import Trace
 
 
@@ -69,8 +69,14 @@ _DOUBLINGS = _HALVINGS = 4
 def best_size(rows: Sequence[Sizes]) -> Sizes | None:
     """Return the sizes with the fastest step, of those that fit if any do. Ties go to the least communication, then to
     the least memory."""
-    possible = (row for row in rows if row.planned.timeline is not None)
-    return min(possible, key=lambda row: preference(row.planned, 1.0), default=None)
+
+    def preference(row: Sizes) -> tuple[bool, float, float, int]:
+        timeline = row.planned.timeline
+        assert timeline is not None
+        shown = float(f"{timeline.seconds:.4g}")
+        return row.planned.is_close, shown, communication(row.planned), timeline.peak_bytes
+
+    return min((row for row in rows if row.planned.timeline is not None), key=preference, default=None)
 
 
 def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:

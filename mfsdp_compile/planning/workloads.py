@@ -329,15 +329,31 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
         )
     try:
         values = typed(read_json(file), dict, "it")
-        safe_name(values.get("model_type"), "model_type")
+        kind = safe_name(values.get("model_type"), "model_type")
         names = [safe_name(name) for name in typed(values.get("architectures") or [], list, "architectures")]
-        config = transformers.AutoConfig.for_model(**values)
+        mapped = typed(values.get("auto_map") or {}, dict, "auto_map")
+        code = [safe_name(mapped[kind]) for kind in mapped if kind.startswith(("AutoModel", "AutoConfig"))]
+        title = safe_name(values.get("_name_or_path") or "", "_name_or_path")
+        is_known = kind in transformers.CONFIG_MAPPING
+        config = transformers.AutoConfig.for_model(**_without_code(values)) if is_known else None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} is not a transformers configuration: {error}") from error
-    config.use_cache = False
     named = getattr(transformers, names[0], None) if names else None
     if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
         named = None
+    if code and (named is None or config is None):
+        raise ValueError(
+            f"{file}: the model is defined by code that comes with it ({', '.join(sorted({*code}))}), which is never "
+            "run from here. Read that code. If you trust it, import it in a module of yours, and pass "
+            "package.module:name of a function that builds the model"
+        )
+    if config is None:
+        raise ValueError(
+            f"{file}: transformers {transformers.__version__} has no model of the type {kind!r}."
+            f"{did_you_mean(kind, transformers.CONFIG_MAPPING)} Install a version that has it, or pass "
+            "package.module:name of a function that builds the model"
+        )
+    config.use_cache = False
     takes_images = getattr(named, "main_input_name", "input_ids") == "pixel_values"
     if hasattr(config, "vision_config"):
         raise ValueError(
@@ -347,7 +363,9 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
 
     def build() -> nn.Module:
         if named is None:
-            return _traceable(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
+            return _traceable(
+                transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            )
         return _traceable(named(config))
 
     def inputs(batch: int, length: int) -> Inputs:
@@ -360,8 +378,25 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
         return [], {"input_ids": tokens, "labels": tokens}
 
     length = 1 if takes_images else min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
-    name = values.get("_name_or_path") or os.path.basename(os.path.abspath(path))
-    return Workload(name, build, "auto", inputs, lambda output: output.loss, length=length)
+    title = title or os.path.basename(os.path.abspath(path))
+    return Workload(title, build, "auto", inputs, lambda output: output.loss, length=length)
+
+
+def _without_code(values: Any) -> Any:
+    """Return a configuration without what would make transformers run other code than its own.
+
+    ``auto_map`` names modules that come with a model. ``attn_implementation`` and ``experts_implementation`` may name
+    kernels on the Hugging Face Hub.
+    """
+    if isinstance(values, list):
+        return [_without_code(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _without_code(value)
+        for name, value in values.items()
+        if name != "auto_map" and "_implementation" not in name
+    }
 
 
 def _cached_config(name: str) -> Path:

@@ -29,8 +29,9 @@ class MixedPrecisionPolicy:
 
     Args:
         main_params_dtype: Dtype of shards and optimizer state. The default, float32, trains a bfloat16 model with
-            float32 weights: each gather casts to bfloat16 first. If the dtypes agree, nothing is stored twice. None:
-            the dtype that each parameter has when the model is sharded.
+            float32 weights: each gather casts to bfloat16 first. If the dtypes agree, nothing is stored twice.
+            Parameters in float64 keep float64, because float32 would drop more than half of their digits. None: the
+            dtype that each parameter has when the model is sharded.
         main_grads_dtype: Dtype in which gradients are accumulated over microbatches; ``parameter.grad`` shows the sum
             in the parameter's dtype. None: ``main_params_dtype``.
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
@@ -228,10 +229,12 @@ class MixedPrecisionPolicy:
     def main_dtype(self, model_dtype: torch.dtype, is_trained: bool = True) -> torch.dtype:
         """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded.
 
-        Frozen parameters in float8 keep their dtype: they are quantized.
+        Frozen parameters in float8 keep their dtype: they are quantized. Parameters in float64 keep theirs unless 16
+        bits are asked for: ``main_params_dtype=torch.float32`` is the default, and means at least float32.
         """
         is_quantized = not is_trained and model_dtype.itemsize < 2
-        if self.main_params_dtype is None or not model_dtype.is_floating_point or is_quantized:
+        is_finer = model_dtype == torch.float64 and self.main_params_dtype == torch.float32
+        if self.main_params_dtype is None or not model_dtype.is_floating_point or is_quantized or is_finer:
             return model_dtype.to_real()
         return self.main_params_dtype
 

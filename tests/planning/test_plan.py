@@ -772,6 +772,7 @@ def test_command_states_its_assumptions(
         (["--model", "demo", "--world", "many"], "--world takes numbers of ranks"),
         (["--model", "demo", "--world", "0"], "--world takes numbers of at least 1"),
         (["--model", "demo", "--budget", "lots"], "--budget takes bytes"),
+        (["--model", "demo", "--budget", "80"], "--budget needs a unit: is 80GiB meant, 80MiB, or 80B?"),
         (["--model", "demo", "--batch", "0"], "batch and length must be at least 1"),
         (["--model", "demo", "--reshard", "1"], "--reshard takes true, false, auto or a number of at least 2 ranks"),
         (["--model", "demo", "--unit", "lots"], "--unit takes bytes"),

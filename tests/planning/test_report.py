@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html.parser
 import json
 import os
@@ -10,11 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+from mfsdp_compile.runtime.untrusted_files import new_file
 
 MIB = 1 << 20
 REASON = "limited by memory budget (needs 0.6 GiB)"
@@ -478,14 +480,15 @@ def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
     paths = write(report(), tmp_path, "step")
     before = {path: path.read_text() for path in paths.values()}
-    original = Path.write_text
 
-    def full(self: Path, text: str, **options: Any) -> int:
-        if ".trace.json" in self.name:
-            raise OSError(28, "No space left on device")
-        return original(self, text, **options)
+    @contextlib.contextmanager
+    def full(folder: Path, name: str) -> Iterator[IO[bytes]]:
+        with new_file(folder, name) as file:
+            if ".trace.json" in name:
+                raise OSError(28, "No space left on device")
+            yield file
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("mfsdp_compile.report.write_files.new_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         write(report(5), tmp_path, "step")
     assert {path: path.read_text() for path in paths.values()} == before

@@ -242,6 +242,45 @@ def test_float16_sums_do_not_overflow() -> None:
         assert bool((model.module.weight.grad.full_tensor() == 30000).all()), strategy
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_float64_keeps_its_digits(mode: str) -> None:
+    """Steps in float64 are those of one process up to float64's rounding, also beside float32 parameters."""
+
+    def made(is_mixed: bool) -> nn.Module:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = nn.Sequential(first, second) if is_mixed else nn.Sequential(first, nn.GELU(), second)
+        (second if is_mixed else model).double()
+        if is_mixed:
+            first.register_forward_hook(lambda module, args, output: output.double())
+        return model
+
+    def stepped(model: nn.Module, call: Any, batches: list[Tensor], ranks: list[int]) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(3):
+            (sum(call(batches[2 * step + rank]).square().mean() for rank in ranks) / len(ranks)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [getattr(param, "full_tensor", lambda p=param: p)().detach().clone() for param in model.parameters()]
+
+    for is_mixed in (False, True):
+        batches = [*torch.randn(6, 3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))]
+        if is_mixed:
+            batches = [batch.float() for batch in batches]
+        plain = made(is_mixed)
+        expected = stepped(plain, plain, batches, [0, 1])
+        for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+            model = fully_shard_model(made(is_mixed), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+            call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+            found = stepped(model, call, batches, [dist.get_rank()])
+            assert [p.dtype for p in found] == [p.dtype for p in expected]
+            for mine, other in zip(found, expected, strict=True):
+                bound = 1e-6 if mine.dtype == F32 or is_mixed else 1e-13
+                assert (mine - other).abs().max() <= bound, (strategy, is_mixed, (mine - other).abs().max())
+
+
 # -- communication dtype ----------------------------------------------------------------------------------------------
 
 
