@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
+def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explain what ``torch.compile(backend="mfsdp")`` makes of a sharded model for these inputs.
 
     Runs one forward of ``model(*args, **kwargs)``. If gradients are enabled, backward graphs are compiled too. Buffers
@@ -116,16 +116,22 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         model: The model that ``fully_shard_model`` returned. If it is compiled, its options are used; otherwise
-            ``inner="aot_eager"``, which compiles fastest.
+            ``inner="aot_eager"``, which compiles fastest. Or a compiled function that calls such a model, which is then
+            passed too: ``explain(function, *inputs, sharded=model)``.
 
     Raises:
-        TypeError: If ``model`` is not sharded.
+        TypeError: If ``model`` is not sharded, or is a function and ``sharded`` is missing.
     """
-    sharded = unwrapped(model, "explain")
+    if not isinstance(model, nn.Module) and "sharded" not in kwargs:
+        raise TypeError(
+            f"explain takes the model that fully_shard_model returned, got a {type(model).__name__}. Of a compiled "
+            "function, pass the model that it calls too: explain(function, *inputs, sharded=model)."
+        )
+    sharded = unwrapped(model if isinstance(model, nn.Module) else kwargs.pop("sharded"), "explain")
     recompilations = tuple(_recompilations())
-    compiled = model
+    compiled: Callable[..., Any] = model
     if model is sharded:
-        compiled = torch.compile(sharded, backend="mfsdp", options={"inner": "aot_eager"})  # type: ignore[assignment]
+        compiled = torch.compile(sharded, backend="mfsdp", options={"inner": "aot_eager"})
     torch.compiler.reset()
     before = len(sharded.sharded.compiled_graphs)
     with unchanged(sharded), _collected_breaks() as breaks:

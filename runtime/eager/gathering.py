@@ -37,7 +37,8 @@ from .gathered_parameter import refuse_write
 from .units import EagerUnit, UnitControl
 
 _PATIENCE = 500
-"""How many milliseconds an unknown reference to a gathered bucket must last to count, once in the life of a model."""
+"""Milliseconds. An unknown reference to a gathered bucket is reported if it still exists after this time. A model waits
+only once."""
 
 
 class Planes(enum.Flag):

@@ -40,7 +40,8 @@ class _RunningReduction:
     used: frozenset[int]
     """Indices of parameters with a gradient in it."""
     due: int | None
-    """When a schedule file has it awaited. 2n: after reduction number n has started; 2n - 1: before it starts."""
+    """When a schedule file wants this reduction awaited. 2n: after reduction number n has started. 2n - 1: right before
+    that one starts. None: no schedule file says so."""
 
 
 class Reducing:

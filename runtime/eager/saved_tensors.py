@@ -40,7 +40,7 @@ class _SavedView:
     offset: int
     dtype: torch.dtype
     leaf: int = -1
-    """Number of the tensor that it lies in, of those that a parameter that gathers itself is made of."""
+    """For a parameter whose extension gathers it as several tensors: the number of the tensor that this is a view of."""
 
 
 @dataclass(frozen=True)

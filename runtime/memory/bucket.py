@@ -541,8 +541,8 @@ _OWN_ATTRIBUTES = {
 
 
 def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:
-    """Return the parameter with these rows: a new one, or the same one if it was sharded before, so that optimizers
-    keep it."""
+    """Return a parameter with these rows. If ``original`` was sharded before, it gets the rows and is returned, so that
+    optimizers still refer to it."""
     if is_homeless(original):
         original.move_in(rows)  # type: ignore[attr-defined]
         return original

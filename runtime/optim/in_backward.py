@@ -11,13 +11,13 @@ optimizer itself, over flat shards (:mod:`.flat_step`), so that numbers, state, 
 What is left (:meth:`StepInBackward.later`, and what :meth:`BucketStep.__call__` refuses)
     * All buckets in the first step: its checks compare gradients between ranks before anything changes, and it shows
       which gradients have other sources than the model's forward.
-    * A bucket that a step needs more than the gradient for, or of whose gradient a program may want to see more.
-    * A bucket of which this backward has not used every parameter. Whether an unused parameter has a gradient is known
-      after the backward, when all ranks have said what they used.
-    * A bucket to which a forward has contributed that this backward does not reach, or a backward inside of the
+    * A bucket whose step needs more than the gradient, or whose gradient the program may read after the backward.
+    * A bucket with a parameter that this backward has not used. Whether such a parameter has a gradient is known after
+      the backward, when all ranks have said what they used.
+    * A bucket with gradients from a forward that this backward does not reach, or from a backward inside of the
       backward (reentrant checkpointing).
-    * In eager mode, a bucket whose parameters are used where they rest, as with ``no_shard``: autograd may still need
-      their values.
+    * In eager mode, a bucket whose shards are the parameters that modules compute with, as with ``no_shard``: autograd
+      may still need their values.
 
 The idea is LOMO's (https://arxiv.org/abs/2306.09782) and that of torch's tutorial on optimizer steps in backward.
 There, a hook of each parameter steps it. Here gradients have been reduced, and arrive by bucket.

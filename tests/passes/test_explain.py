@@ -246,6 +246,18 @@ def test_explain_names_breaks_and_what_is_eager() -> None:
     assert "second" in explain(model, torch.randn(4, 8)).eager
 
 
+@on_ranks(2)
+def test_explain_of_a_compiled_function() -> None:
+    model = demo_model()
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    compiled = torch.compile(lambda batch: 2 * model(batch, batch), backend="mfsdp", options=EAGER)
+    with pytest.raises(TypeError, match=r"got a function.*explain\(function, \*inputs, sharded=model\)"):
+        explain(compiled, tokens)
+    found = explain(compiled, tokens, sharded=model)
+    assert len(found.graphs) == 1
+    assert {"layers.0", "layers.1"} <= set(found.graphs[0].units)
+
+
 @pytest.mark.long
 @on_ranks(2)
 def test_explain_tells_recompilations() -> None:

@@ -51,9 +51,14 @@ def test_what_is_no_place_for_a_file_is_refused(name: str, tmp_path: Path) -> No
 
 def test_a_file_is_written_as_a_whole_or_stays(tmp_path: Path) -> None:
     write_text(tmp_path / "file", "before")
-    with pytest.raises(ZeroDivisionError), new_file(tmp_path, "file") as file:
-        file.write(b"after")
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with new_file(tmp_path, "file") as file:
+            file.write(b"after")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "before"
 
