@@ -32,6 +32,7 @@ __all__ = [
     "inductor_wait_then",
     "inductor_writing",
     "is_generated",
+    "is_graph",
     "is_miscompiled",
     "partitioner",
     "register_lowering",
@@ -45,6 +46,11 @@ def is_generated(file: str) -> bool:
     """Whether a file contains code that Inductor has generated."""
     cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return cache is not None and file.startswith(cache.cache_dir())
+
+
+def is_graph(file: str) -> bool:
+    """Whether a file contains the code of a graph: torch.fx's, or what Inductor has generated for it."""
+    return file.startswith("<eval_with_key>") or is_generated(file)
 
 
 def set_output_strides(output: fx.Node, position: int, strides: tuple[int, ...]) -> None:

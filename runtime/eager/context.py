@@ -15,6 +15,7 @@ from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..owner import Owned
 from ..ranks.coordinator import Announcement, Coordinator
+from ..ranks.outstanding import Outstanding
 from ..step.grad_sync import GradSync
 
 
@@ -57,11 +58,13 @@ class StepContext(Owned[EagerOwner]):
     Attributes:
         depth: Number of windows that are open.
         complete: Buckets whose gradients the running backward has computed.
+        outstanding: Collectives of failed steps.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.depth = 0
         self.complete: set[Bucket] = set()
+        self.outstanding = Outstanding()
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
 

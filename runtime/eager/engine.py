@@ -273,9 +273,7 @@ class EagerRuntime:
 
     def settle(self) -> None:
         """Wait until abandoned collectives have finished or timed out."""
-        for result in (*self.gathering.take_abandoned(), *self.reducing.take_abandoned()):
-            with contextlib.suppress(RuntimeError):
-                compat.wait_tensor(result)
+        self.step.outstanding.settle()
 
     def leave_stray_reads(self) -> None:
         """Reset, outside of a window: release what stray reads have gathered, and drop what a failed step has left."""

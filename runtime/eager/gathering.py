@@ -198,7 +198,6 @@ class Gathering:
         self._order: list[EagerUnit] = []  # of this forward
         self._early: set[EagerUnit] = set()  # started before a reduction, and not used yet
         self._content_checked: set[Bucket] = set()
-        self._abandoned: list[Tensor] = []
         self._learn(self.units)
         self.schedule = FollowedSchedule(Schedule(), self.units, overlap)
 
@@ -434,16 +433,11 @@ class Gathering:
 
     def abandon(self) -> None:
         """Forget everything, without waiting: other ranks may not take part in the running collectives."""
-        self._abandoned += [state.started for state in self.gathered.values() if state.started is not None]
+        self.step.outstanding.add(state.started for state in self.gathered.values() if state.started is not None)
         self.gathered.clear()
         self.by_storage.clear()
         self.states.clear()
         self._learn(self.units)  # ranks may have learned different orders
-
-    def take_abandoned(self) -> list[Tensor]:
-        """Return what running collectives write to that were abandoned."""
-        abandoned, self._abandoned = self._abandoned, []
-        return abandoned
 
     def _end_forward_of(self, unit: EagerUnit, is_last: bool) -> None:
         """Release a unit that forward has used, except for what its backward is to find.

@@ -61,7 +61,6 @@ class Reducing:
         self._anchors: dict[Bucket, Anchors] = {}
         self.running: list[_RunningReduction] = []
         self._started = 0  # reductions, ever
-        self._abandoned: list[Tensor] = []
 
     def anchors(self, bucket: Bucket) -> Anchors:
         """Return what stands for the shard of a bucket in the graph of autograd until the running backward ends."""
@@ -227,13 +226,8 @@ class Reducing:
 
     def abandon(self) -> None:
         """Forget running reductions, without waiting."""
-        self._abandoned += [reduction.result for reduction in self.running]
+        self._step.outstanding.add(reduction.result for reduction in self.running)
         self.running.clear()
-
-    def take_abandoned(self) -> list[Tensor]:
-        """Return what running collectives write to that were abandoned."""
-        abandoned, self._abandoned = self._abandoned, []
-        return abandoned
 
 
 @dataclass(frozen=True, eq=False)

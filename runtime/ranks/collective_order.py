@@ -46,9 +46,9 @@ RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())
 """How to continue after ranks have diverged."""
 
 _RULE = (
-    "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch "
-    "depend on data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by "
-    "zero), or decide for all ranks together."
+    "All ranks must go through the model in the same way, call forward and backward equally often, and save, load and "
+    "export together. Does a branch depend on data or on the rank, or did one rank skip a batch? Run the block on "
+    "every rank (and multiply what is not wanted by zero), or decide for all ranks together."
 )
 
 KEPT = f"Weights and optimizer state are those of the last optimizer step; {RESET} makes the model usable again"

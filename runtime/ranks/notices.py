@@ -2,7 +2,7 @@
 
 The notices of a process group are under ``mfsdp/watch/<group>/``, as JSON:
 
-    ask         the rank that has begun least of those that wait in an agreement
+    ask         a rank that waits in an agreement: the one that has begun least, or of those the first
     rest        a rank that waits in a collective of the program itself
     failed      the first rank whose forward, backward or program has failed
     end/<rank>  how a rank has ended or failed, if it could still tell
@@ -35,12 +35,12 @@ def key_of_end(group: str, rank: int) -> str:
     return key_of(group, f"end/{rank}")
 
 
-def come_so_far(order: Order) -> Notice:
-    """Return what each notice of this rank says."""
+def come_so_far(order: Order | None) -> Notice:
+    """Return what each notice of this rank says. None: it has no model yet."""
     return {
-        "epoch": order.epoch,
-        "steps": order.steps,
-        "progress": order.progress,
+        "epoch": order.epoch if order is not None else 0,
+        "steps": order.steps if order is not None else 0,
+        "progress": order.progress if order is not None else "before a model was sharded",
         "rank": dist.get_rank(),
         "counts": collectives_started(),
     }
@@ -68,22 +68,15 @@ def publish(store: dist.Store, group: str, topic: str, told: Notice) -> None:
     store.set(key_of(group, "notice"), "")
 
 
-def offer(store: dist.Store, group: str, topic: str, mine: Notice) -> None:
-    """Publish a notice of which there is one for all ranks: that of the rank that has begun least."""
-    there = found(store, key_of(group, topic))
-    if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
-        publish(store, group, topic, mine)
-    else:
-        store.set(key_of(group, "notice"), "")
-
-
-def tell_end(store: dist.Store, order: Order, how: str) -> None:
+def tell_end(store: dist.Store, order: Order, how: str, is_over: bool) -> None:
     """Publish that this rank starts nothing more.
 
     Args:
         how: How it has ended: ``"had failed with ..."``.
+        is_over: Whether it has left its process group. If not, the program may handle an error, and go on.
     """
     told = come_so_far(order) | {
+        "is over": is_over,
         "number": order.events,
         "how": how,
         "after": order.latest,
@@ -136,13 +129,13 @@ def rests(rest: Notice, here: str) -> str:
     )
 
 
-def other_steps(told: Notice, mine: int) -> str:
-    """Return a sentence if the other rank has begun another number of optimizer steps."""
-    if told["steps"] == mine:
+def other_steps(told: Notice, order: Order | None) -> str:
+    """Return a sentence if the other rank has begun another number of optimizer steps than this one."""
+    if order is None or told["steps"] == order.steps:
         return ""
     return (
-        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {mine}: they hold "
-        "rows of different weights now. Load a checkpoint after the reset."
+        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {order.steps}: "
+        "they hold rows of different weights now. Load a checkpoint after the reset."
     )
 
 

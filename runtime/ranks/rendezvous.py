@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from .. import compat
 from . import compared
-from .collective_order import orders
+from .collective_order import ADVICE, orders
 from .lifeline import RankLost
 from .notices import conclude_once
 from .store_tree import branch_of
-from .watchdog import ORDER, Asking, watchdog
+from .waits import Asking
+from .watchdog import ORDER, watchdog
 
 Verdict = dict[str, Any]
 
@@ -307,7 +308,7 @@ class Rendezvous:
 
     def _explained(self, verdict: Verdict, lines: Sequence[str]) -> str:
         if verdict["kind"] == "astray":
-            return str(verdict["text"])
+            return verdict["text"] if self._topic == ORDER else f"{verdict['text']} {ADVICE}"
         topic, of, timeout = self._topic, len(self._ranks), self._timeout
         culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
         if verdict["kind"] == "missing":

@@ -2,13 +2,16 @@
 
 A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not
 listen, continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a
-thread that wakes up every second. It does nothing as long as the program makes progress. If the program stands still,
-the thread
+thread that wakes up twice a second. It does nothing as long as the program makes progress. If the program stands
+still, the thread
 
 *   of a rank that waits in an agreement tells the others through the store what the rank has reached, where in the
-  program, and how many phases and collectives it has begun before;
-*   of any other rank checks whether there is such a rank. If this rank has begun more than the asking rank, and was not
-  asked the same question, the asking rank will never start what this rank waits for: they have certainly diverged.
+  program, and how many phases and collectives it has begun before (:mod:`.waits`). This holds for all agreements:
+  those about what comes next, and those with which a save, a load, an export or a meeting begins;
+*   of every rank checks whether there is such a rank, and whether this one can still come to its agreement. It cannot
+  if it waits for that rank in another agreement. Nor can it if it has begun more than that rank, without having come
+  to the agreement: the other one will never start what this one waits for. They have certainly diverged. A rank that
+  computes, for however long, has done neither.
   A rank that waits in a collective of the program itself, such as a barrier, tells the others, too. It will never
   start what another rank waits for in the model if that one has not started the barrier.
 
@@ -21,7 +24,8 @@ If a rank's process has ended (:mod:`.lifeline`), the thread of each rank that w
 place of the lost rank.
 
 The thread has its own connection to the store, because a wait in the store locks the connection it uses. It costs
-nothing while the program makes progress, and a request per process every few seconds while it stands still.
+nothing while the program makes progress, and some requests per process every second while it stands still, or fewer in
+large jobs.
 """
 
 from __future__ import annotations
@@ -33,11 +37,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -49,14 +52,20 @@ from .failed_waits import Guarded, why_failed
 from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
 from .notices import Notice, collectives_started, conclude_once, found, found_of_another, key_of
+from .outstanding import Outstanding
+from .waits import Asking, Waits, key_of_ask, main_order
 
 ORDER = "Order of collectives"
 """Topic of agreements about what comes next."""
 
-TICK = 1.0
+TICK = 0.5
 """Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
-LONGEST = 5.0
-"""Maximum number of seconds between two requests to the store when nothing has moved for a while."""
+LONGEST = 1.0
+"""Maximum number of seconds between two looks at the store when nothing has moved for a while, except in large jobs."""
+LOOKS = 1000
+"""How often per second all ranks together look at the store at most. A look takes some ten requests."""
+TOGETHER = 7.0
+"""Seconds to wait for other ranks that are about to abort their communicators."""
 EXIT_TIMEOUT = 10.0
 """Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
@@ -81,41 +90,8 @@ class Watched(Protocol):
         """Names of all process groups that the model communicates over."""
 
 
-@dataclass(eq=False)
-class Asking:
-    """A wait of this rank for others in an agreement.
-
-    Args:
-        group: Name of the process group.
-        ranks: Ranks of the group.
-        place: Where in the store ranks meet, for this topic.
-        visit: Number of the visit at this place.
-        what: What is to be agreed on.
-        is_next: Whether that is the next step in the order of collectives.
-        is_last_resort: Whether diverged ranks meet again here. Such an agreement is never answered for others.
-
-    Attributes:
-        order: Order of the group, if it has one.
-    """
-
-    group: str
-    ranks: Sequence[int]
-    place: str
-    visit: int
-    what: str
-    is_next: bool
-    is_last_resort: bool
-    order: Order | None = field(init=False)
-    thread: int = field(default_factory=threading.get_ident)
-    since: float = field(default_factory=time.monotonic)
-    was_told: bool = False
-
-    def __post_init__(self) -> None:
-        self.order = orders().get(self.group)
-
-    @property
-    def key(self) -> str:
-        return f"{self.place}/{self.visit}"
+Watching = dict[Order, list[Watched]]
+"""The models that exist, by order."""
 
 
 class Watchdog:
@@ -123,16 +99,15 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[Watched]] = []
-        self._asking: dict[int, Asking] = {}  # by thread
-        self._visits: Counter[str] = Counter()
+        self._waits = Waits()
+        self._outstanding = Outstanding()  # of compiled graphs
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
         self._store_of: dist.Store | None = None
         self._seen: dict[Order, tuple[int, int]] = {}
-        self._due: dict[Order, tuple[float, float]] = {}
+        self._due, self._pause = 0.0, TICK
         self._explained: set[str] = set()
-        self._done: list[Asking] = []
         self._rests: dict[Order, tuple[str, int] | None] = {}
         self._lifeline = Lifeline()
         self._joined: dist.Store | None = None
@@ -153,11 +128,13 @@ class Watchdog:
             if (store := compat.default_store()) is not self._joined:
                 self._joined = store
                 self._lifeline.join(store)
-                compat.before_destruction(lambda: self._tell_ends("had destroyed its process group", sys.exc_info()[1]))
+                compat.before_destruction(
+                    lambda: self._end_models("had destroyed its process group", sys.exc_info()[1])
+                )
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
-                on_uncaught_exceptions(self._log_why_failed)
+                on_uncaught_exceptions(self._uncaught)
                 self._thread.start()
                 atexit.register(self.end)
 
@@ -170,20 +147,27 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
-            self._tell_ends("had ended its program", getattr(sys, "last_value", None))
+            self._end_models("had ended its program", getattr(sys, "last_value", None))
         self._lifeline.leave()
 
-    def _tell_ends(self, how: str, error: BaseException | None) -> None:
-        """Publish for all models that this rank starts nothing more."""
+    def _end_models(self, how: str, error: BaseException | None) -> None:
+        """Publish for all models that this rank starts nothing more, and wait for what failed steps have started."""
         cause = f" with {type(error).__name__}: {error}"[:1000] if error is not None else ""
         with contextlib.suppress(RuntimeError):  # the store's process has already ended
             for order in self._live():
-                notices.tell_end(compat.default_store(), order, f"{how}{cause}")
+                notices.tell_end(compat.default_store(), order, f"{how}{cause}", is_over=True)
+        if left := Outstanding.of_all():
+            for order, models in self._live().items():
+                if not order.runs_on_nccl:  # whose waits do not block
+                    self._break(set().union(*(model.communicators for model in models)))
+            for each in left:
+                each.settle()
 
     def leave(self, model: Watched) -> None:
         """Stop watching a model before it gets new process groups, which must not be closed."""
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
+        self._outstanding.settle()
 
     def revive(self, group: str) -> None:
         """Watch models of a process group that was closed, and is connected again. Called on all its ranks."""
@@ -195,18 +179,8 @@ class Watchdog:
     def asking(self, asked: Asking) -> Iterator[None]:
         """Context for a wait of this rank for others in an agreement."""
         self._start()
-        self._visits[asked.place] = asked.visit
-        before = self._asking.get(asked.thread)
-        self._asking[asked.thread] = asked
-        try:
+        with self._waits.asking(asked):
             yield
-        finally:
-            if asked.was_told:
-                self._done.append(asked)
-            if before is None:
-                del self._asking[asked.thread]
-            else:
-                self._asking[asked.thread] = before
 
     @contextlib.contextmanager
     def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[None]:
@@ -231,7 +205,7 @@ class Watchdog:
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
-            notices.tell_end(store, order, f"had failed with {error}")
+            notices.tell_end(store, order, f"had failed with {error}", is_over=False)
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
         for key in (key_of(group, "failed"), notices.key_of_end(group, dist.get_rank())):
@@ -246,6 +220,7 @@ class Watchdog:
             what: What the collective belongs to. None: what the journal says.
         """
         live = self._live()
+        self._outstanding.add_of_graphs(sys._getframe(1))
         for order in live:
             if order.stalled is None and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
@@ -254,16 +229,16 @@ class Watchdog:
                         order.stall(over["text"])
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
-                raise order.standstill() from error
+                raise RuntimeError(f"{order.standstill()} {_of_backend(error)}") from None
         if not live or any(order.stalled is not None for order in live):
             return
-        order = _main(live)
+        order = main_order(live)
         what = what or journal.doing() or order.latest
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
             f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if order.runs_on_nccl else KEPT} where all ranks "
-            f"live. The backend's error: {error}"
-        ) from error
+            f"live. {_of_backend(error)}"
+        ) from None
 
     def explain_nccl(self, error: BaseException) -> None:
         """Do the same for an error of NCCL's, which compiled code and the eager path get where they start something."""
@@ -276,19 +251,21 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            if error.__cause__ is None:  # it was not explained yet, where it was raised
+            if not error.__suppress_context__:  # it was not explained yet, where it was raised
                 self.explain(error, what)
             raise
 
-    def _log_why_failed(self, error: BaseException, _: Any) -> None:
-        """Say more than an error of a collective of the program itself that ends the program."""
-        if (
-            isinstance(error, RuntimeError)
-            and compat.is_of_gloo(error)
-            and dist.is_initialized()
-            and (live := self._live())
-        ):
-            _log.error("Rank %d, %s: %s", dist.get_rank(), _main(live).progress, why_failed(live, self._guarded, error))
+    def _uncaught(self, error: BaseException, trace: TracebackType | None) -> RuntimeError | None:
+        """Return an error that says more than one of a collective of the program itself that ends the program."""
+        if not (isinstance(error, RuntimeError) and compat.is_of_gloo(error) and dist.is_initialized()):
+            return None
+        if not (live := self._live()):
+            return None
+        order = main_order(live)
+        why = f"{order.progress}: {why_failed(live, self._guarded, error)}"
+        if order.stalled is not None:
+            why = str(order.standstill())
+        return RuntimeError(f"Rank {dist.get_rank()}, {why} {_of_backend(error)}").with_traceback(trace)
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -310,30 +287,30 @@ class Watchdog:
         """Check once whether the program stands still, and if so, why."""
         if not dist.is_initialized():
             return
-        while self._done:
-            self._take_back(self._done.pop())
+        self._waits.take_back(self._connection())
         for guarded in list(self._guarded):
             guarded.look(self._connection())
-        now = time.monotonic()
-        asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
+        asked, live = self._waits.longer_than(TICK), self._live()
         self._look_for_lost(asked)
-        for order, models in self._live().items():
+        for order in live:
             mine = next((each for each in asked if each.order is order), None)
-            if order.stalled is not None:
-                if mine is not None and not mine.is_last_resort:  # it was begun before this rank had learned of it
-                    self._answer(self._connection(), {mine.key}, notices.astray(order.stalled, dist.get_rank()))
-                continue
-            state = order.epoch, order.events
-            if self._seen.get(order) != state:
-                self._seen[order] = state
-                self._due[order] = now, TICK
-                if mine is None:
-                    continue
-            due, pause = self._due.get(order, (now, TICK))
-            if now < due and mine is None:
-                continue
-            self._due[order] = now + pause, min(pause * 1.5, LONGEST)
-            self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
+            if order.stalled is not None and mine is not None:  # it was begun before this rank had learned of it
+                self._answer(self._connection(), _answerable(mine), notices.astray(order.stalled, dist.get_rank()))
+        seen, self._seen = self._seen, {order: (order.epoch, order.events) for order in live}
+        now = time.monotonic()
+        if seen != self._seen:
+            self._due, self._pause = now, TICK
+            if not asked:
+                return
+        if now < self._due:
+            return
+        self._due = now + self._pause
+        self._pause = min(self._pause * 1.5, max(LONGEST, dist.get_world_size() / LOOKS))
+        mine = _in_program(asked, live)
+        self._look_at_asks(live, mine)
+        for order, models in live.items():
+            if order.stalled is None:
+                self._look_at(order, models, mine)
 
     def _look_for_lost(self, asked: Sequence[Asking]) -> None:
         """Answer agreements in place of ranks whose processes have ended."""
@@ -345,70 +322,82 @@ class Watchdog:
                 text = str(lost[0]) if told is None else f"{lost[0]} {told['progress']}"
                 self._answer(store, {each.key}, {"kind": "lost", "ranks": [lost[0].rank], "lost": text})
 
-    def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
+    def _look_at_asks(self, live: Watching, mine: Asking | None) -> None:
+        """Find a rank that waits in an agreement for this one, which waits for that rank in something else."""
         store = self._connection()
-        if mine is not None and (mine.is_next or mine.thread == order.thread):
-            self._tell(store, order, mine)
+        if mine is not None and self._waits.is_waiting(store, mine):
+            self._waits.tell(store, mine, live)
+        for ask in self._waits.of_others(store):
+            is_past = any(
+                order.stalled is None
+                and order.epoch == ask["next"].get(order.group, (None, 0))[0]
+                and order.events >= ask["next"][order.group][1]
+                for order in live
+            )
+            is_elsewhere = (
+                mine is not None
+                and mine.place != ask["place"]
+                and ask["rank"] in mine.ranks
+                and self._waits.is_waiting(store, mine)
+            )
+            wait = None if is_past or is_elsewhere else _other_wait(live, ask)
+            if not (is_past or is_elsewhere or wait) or self._waits.was_asked(ask):
+                continue  # read last: this rank was asked before it could begin more
+            order = _order_with(live, ask["rank"])
+            text = notices.diverged(ask, _here(order, mine, wait)) + notices.other_steps(ask, order)
+            keys = _answerable(mine) | (set() if ask["is last resort"] else {key_of_ask(ask)})
+            self._conclude(live, order, keys, text, ask["rank"], {wait} if wait else set())
+            return
+
+    def _look_at(self, order: Order, models: list[Watched], mine: Asking | None) -> None:
+        """Look for what other ranks have found, and for ranks that will start nothing of what this one waits for."""
+        store = self._connection()
         self._tell_rest(store, order)
-        own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
         for scope in scopes:
             if not store.check([key_of(scope, "notice")]):
                 continue
             over = found(store, key_of(scope, "over"))
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
-                self._answer(store, own, notices.astray(over["text"], over["rank"]))
+                if mine is not None and over["rank"] in mine.ranks:
+                    self._answer(store, _answerable(mine), notices.astray(over["text"], over["rank"]))
                 self._end(order, over["text"], set())
                 return
         if not store.check([key_of(order.group, "notice")]):
             return
-        begun = order.events + (mine is not None and mine.is_next)
+        live = {order: models}
         failed = found_of_another(store, order, "failed")
-        if failed is not None and _waits_for(failed, order, models, begun, mine is not None):
+        if failed is not None and self._waits_for(store, failed, order, models, mine):
             # Ranks that have met since the failure have begun another epoch.
-            text = notices.never_starts(failed, _here(order, any_of_mine)) + notices.other_steps(failed, order.steps)
-            self._conclude(store, order, models, own, text, failed["rank"], set())
+            text = notices.never_starts(failed, _here(order, mine)) + notices.other_steps(failed, order)
+            self._conclude(live, order, _answerable(mine), text, failed["rank"], set())
             return
         rest = found_of_another(store, order, "rest")
         if rest is not None and _cannot_meet(rest, order, models):
-            text = notices.rests(rest, _here(order, any_of_mine)) + notices.other_steps(rest, order.steps)
-            self._conclude(store, order, models, own, text, rest["rank"], set())
-            return
-        ask = found_of_another(store, order, "ask")
-        if ask is None:
-            return
-        is_past = order.events >= ask["number"]
-        is_elsewhere = (
-            any_of_mine is not None and any_of_mine.place != ask["place"] and ask["rank"] in any_of_mine.ranks
-        )
-        wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
-        if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
-            return  # read the visits last: this rank was asked before it could begin more
-        keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
-        text = notices.diverged(ask, _here(order, any_of_mine, wait)) + notices.other_steps(ask, order.steps)
-        self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
+            text = notices.rests(rest, _here(order, mine)) + notices.other_steps(rest, order)
+            self._conclude(live, order, _answerable(mine), text, rest["rank"], set())
 
-    def _tell(self, store: dist.Store, order: Order, mine: Asking) -> None:
-        """Tell other ranks that this one is waiting."""
-        frames = sys._current_frames()
-        told = notices.come_so_far(order) | {
-            "number": order.events + 1,
-            "what": mine.what,
-            "after": order.latest,
-            "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
-            "place": mine.place,
-            "visit": mine.visit,
-            "is last resort": mine.is_last_resort,
-        }
-        notices.offer(store, order.group, "ask", told)
-        mine.was_told = True
+    def _waits_for(
+        self, store: dist.Store, failed: Notice, order: Order, models: Collection[Watched], mine: Asking | None
+    ) -> bool:
+        """Whether this rank waits for something of the models that a rank that has failed has not begun.
 
-    def _take_back(self, asked: Asking) -> None:
-        """Withdraw what others were told about a wait that has ended."""
-        store, key = self._connection(), key_of(asked.group, "ask")
-        ask = found(store, key)
-        if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
-            store.set(key, "null")
+        Collectives of the program itself do not count. A program that handles the error may go on with them on all
+        ranks.
+
+        Args:
+            failed: What that rank has told.
+            mine: The agreement that this rank waits in, if it does.
+        """
+        counts = _counts_for(models, failed)
+        if mine is not None and failed["rank"] in mine.ranks:
+            if failed["is over"] and self._waits.is_waiting(store, mine):
+                return True
+            begun = order.events + (mine.is_next and mine.order is order)
+            return begun > failed["number"] or _has_started_beyond(counts)
+        if is_in_package(sys._current_frames().get(order.thread)):
+            return order.events > failed["number"] or _has_started_beyond(counts)
+        return journal.has_started_beyond(counts, {model.name for model in models})
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""
@@ -421,39 +410,24 @@ class Watchdog:
         told = notices.come_so_far(order) | {"group": name, "line": program_line(frame)}
         notices.publish(store, order.group, "rest", told)
 
-    def _other_wait(self, order: Order, ask: Notice) -> str | None:
-        """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
-
-        None if it does not wait in one, or the asking rank has started that collective.
-        """
-        name = compat.waits_in(sys._current_frames().get(order.thread))
-        if name is None or name not in ask["counts"]:
-            return None
-        group = compat.process_group(name)
-        is_ahead = compat.collectives_started(group) > ask["counts"][name]
-        return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
-
     def _conclude(
-        self,
-        store: dist.Store,
-        order: Order,
-        models: list[Watched],
-        keys: set[str],
-        text: str,
-        rank: int,
-        more: set[str],
+        self, live: Watching, order: Order | None, keys: set[str], text: str, rank: int, more: set[str]
     ) -> None:
         """Publish the finding for all ranks, answer in place of those that will not arrive, and end this rank's wait.
 
         Args:
+            order: Order of the models that this rank and the other one have. None: they have none yet.
             keys: Keys of agreements that some ranks wait in.
             rank: The rank that diverged.
             more: Additional process groups that this rank waits in.
         """
-        for scope in {order.group}.union(*(model.scopes for model in models)):
-            notices.publish(store, scope, "over", {"epoch": order.epoch, "text": text, "rank": rank})
+        store = self._connection()
+        if order is not None:
+            for scope in {order.group}.union(*(model.scopes for model in live[order])):
+                notices.publish(store, scope, "over", {"epoch": order.epoch, "text": text, "rank": rank})
         self._answer(store, keys, notices.astray(text, rank))
-        self._end(order, text, more)
+        if order is not None:
+            self._end(order, text, more)
 
     def _answer(self, store: dist.Store, keys: set[str], verdict: Notice) -> None:
         for key in keys:
@@ -467,11 +441,14 @@ class Watchdog:
         if order.was_aborted:
             self._meet_before_abort(order)
         with self._lock:
-            groups = []
-            for name in more.union(*(model.communicators for model in self._live().get(order, []))):
-                with contextlib.suppress(RuntimeError, ValueError, KeyError):  # it was destroyed
-                    groups.append(compat.process_group(name))
-            compat.break_connections(*groups)
+            self._break(more.union(*(model.communicators for model in self._live().get(order, []))))
+
+    def _break(self, names: set[str]) -> None:
+        groups = []
+        for name in names:
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):  # it was destroyed
+                groups.append(compat.process_group(name))
+        compat.break_connections(*groups)
 
     def _meet_before_abort(self, order: Order) -> None:
         """Wait until all ranks that live are about to abort their communicators.
@@ -483,12 +460,12 @@ class Watchdog:
             prefix = key_of(order.group, f"aborts/{order.epoch}")
             self._connection().set(f"{prefix}/{dist.get_rank()}", "")
             keys = [f"{prefix}/{rank}" for rank in compat.known_groups()[order.group]]
-            self._connection().wait(keys, timedelta(seconds=LONGEST + 2 * TICK))
+            self._connection().wait(keys, timedelta(seconds=TOGETHER))
 
     # -- what is watched ----------------------------------------------------------------------------------------------
 
-    def _live(self) -> dict[Order, list[Watched]]:
-        found: dict[Order, list[Watched]] = {}
+    def _live(self) -> Watching:
+        found: Watching = {}
         for reference in list(self._models):
             if (model := reference()) is not None:
                 found.setdefault(model.order, []).append(model)
@@ -501,36 +478,59 @@ class Watchdog:
         return self._store
 
 
-def _here(order: Order, mine: Asking | None, wait: str | None = None) -> str:
+def _of_backend(error: BaseException) -> str:
+    return f"The backend's error: {error}"
+
+
+def _in_program(asked: Sequence[Asking], live: Collection[Order]) -> Asking | None:
+    """Return the agreement that the program waits in: not a thread beside it, which ends nobody's wait."""
+    threads = {order.thread for order in live} or {threading.main_thread().ident}
+    return next((each for each in asked if each.is_next or each.thread in threads), None)
+
+
+def _answerable(mine: Asking | None) -> set[str]:
+    """Return the key of the agreement that this rank waits in, if it may be answered for others."""
+    return {mine.key} if mine is not None and not mine.is_last_resort else set()
+
+
+def _order_with(live: Collection[Order], rank: int) -> Order | None:
+    """Return the order of the model that is trained, of those that this rank has with another one."""
+    known = compat.known_groups()
+    return main_order([each for each in live if each.stalled is None and rank in known.get(each.group, ())])
+
+
+def _other_wait(live: Collection[Order], ask: Notice) -> str | None:
+    """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
+
+    None if it does not wait in one, or the asking rank has started that collective.
+    """
+    order = main_order(live)
+    thread = order.thread if order is not None else threading.main_thread().ident
+    name = compat.waits_in(sys._current_frames().get(thread or 0))
+    if name is None or name not in ask["counts"]:
+        return None
+    group = compat.process_group(name)
+    is_ahead = compat.collectives_started(group) > ask["counts"][name]
+    return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
+
+
+def _here(order: Order | None, mine: Asking | None, wait: str | None = None) -> str:
     """Describe what this rank is doing.
 
     It waits in an agreement, in a collective of the program itself over a process group, or in one of the model.
     """
     if mine is not None:
-        what = mine.what if mine.is_next else repr(mine.what)
+        what = mine.shown
     elif wait is not None:
         what = f"a collective over process group {wait}"
     else:
-        what = journal.doing() or order.latest
-    line = program_line(sys._current_frames().get(order.thread))
+        what = journal.doing() or (order.latest if order is not None else "something else")
+    frames = sys._current_frames()
+    line = program_line(frames.get(mine.thread)) if mine is not None else None
+    line = line or program_line(frames.get(order.thread if order is not None else threading.main_thread().ident or 0))
     at = f", at {line}" if line else ""
-    return f"rank {dist.get_rank()} has come as far as {order.latest}, {order.progress}, and waits in {what}{at}"
-
-
-def _waits_for(failed: Notice, order: Order, models: Collection[Watched], begun: int, asks: bool) -> bool:
-    """Whether this rank waits for something of the models that a rank that has failed has not begun.
-
-    Collectives of the program itself do not count. A program that handles the error may go on with them on all ranks.
-
-    Args:
-        failed: What that rank has told.
-        begun: Number of events that this rank has begun.
-        asks: Whether this rank waits in an agreement.
-    """
-    counts = _counts_for(models, failed)
-    if asks or is_in_package(sys._current_frames().get(order.thread)):
-        return begun > failed["number"] or _has_started_beyond(counts)
-    return journal.has_started_beyond(counts, {model.name for model in models})
+    come = f"has come as far as {order.latest}, {order.progress}, and " if order is not None else ""
+    return f"rank {dist.get_rank()} {come}waits in {what}{at}"
 
 
 def _cannot_meet(rest: Notice, order: Order, models: Collection[Watched]) -> bool:
@@ -561,11 +561,6 @@ def _has_started_beyond(counts: dict[str, int]) -> bool:
     """Whether this rank has started more collectives in a process group than ``counts`` has for it."""
     started = collectives_started()
     return any(started[name] > count for name, count in counts.items())
-
-
-def _main(live: Collection[Order]) -> Order:
-    """Return the order of the model that is trained."""
-    return max(live, key=lambda order: order.steps)
 
 
 watchdog = Watchdog()
