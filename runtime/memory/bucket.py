@@ -152,6 +152,9 @@ class BucketOwner(Protocol):
     @property
     def comm_buffers(self) -> BufferPool: ...
 
+    @property
+    def topology(self) -> Topology: ...
+
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
 
@@ -416,6 +419,12 @@ class Bucket(FlatShard, Owned[BucketOwner]):
                 found[index] = RowShardedTensor.wrap(rows, split, self.topology)
                 setattr(self.params[index], attribute, found[index])
         return found
+
+    @property
+    def gradient_factor(self) -> float:
+        """What a mean of gradients over ranks is multiplied by to become what the bucket's reduction would give."""
+        of_a_sum = self.plan.scale / (self.topology.every.size if self.plan.reduce_op == "avg" else 1)
+        return of_a_sum * self.owner.topology.every.size
 
     @property
     def has_gradients(self) -> bool:

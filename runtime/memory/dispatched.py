@@ -14,8 +14,10 @@ from .. import compat
 
 
 class Dispatched(DTensor):
-    """A DTensor whose operators go to :attr:`dispatch`, which :mod:`.operators` sets."""
+    """A DTensor whose functions go to :attr:`call`, and their operators to :attr:`dispatch`; :mod:`.operators` sets
+    both."""
 
+    call: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @classmethod
@@ -25,22 +27,27 @@ class Dispatched(DTensor):
     ) -> Any:
         return Dispatched.dispatch(func, args, kwargs or {})
 
-    if not compat.DTENSOR_SUBCLASSES_DISPATCH:
+    @classmethod
+    @compat.python_only
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return Dispatched.call(func, args, kwargs or {})
 
-        @classmethod
-        @compat.python_only
-        def __torch_function__(
-            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            """Before torch 2.13, DTensor handles operators of its subclasses, so a dispatch mode intercepts them."""
-            with compat.DisableTorchFunctionSubclass():
-                if getattr(func, "__name__", "") in ("__get__", "__set__") and func.__self__ in _PLAIN_ATTRIBUTES:
-                    return func(*args, **(kwargs or {}))
-                with _DispatchMode():
-                    out = func(*args, **(kwargs or {}))
-            if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
-                out.register_hook(_no_backward)
-            return out
+
+def run_operators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function whose operators are to be dispatched.
+
+    Before torch 2.13, DTensor handles operators of its subclasses, so a dispatch mode intercepts them.
+    """
+    with compat.DisableTorchFunctionSubclass():
+        if compat.DTENSOR_SUBCLASSES_DISPATCH or getattr(func, "__self__", None) in _PLAIN_ATTRIBUTES:
+            return func(*args, **kwargs)
+        with _DispatchMode():
+            out = func(*args, **kwargs)
+        if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
+            out.register_hook(_no_backward)
+        return out
 
 
 class _DispatchMode(compat.TorchDispatchMode):

@@ -18,41 +18,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import compat
-from ..geometry.topology import Group
-from ..ranks.agreement import announce
+from .averaging import Averaging
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, as_real
-from .tensor import RowShardedTensor
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How the gradient of a result is averaged over ranks.
-
-    Args:
-        groups: Groups whose ranks to average over, one group after the other.
-        parameter: Name of the parameter that the result is computed from.
-        in_order: Whether values are added in the order of ranks.
-    """
-
-    groups: Sequence[Group]
-    parameter: str
-    in_order: bool
-
-    @staticmethod
-    def of(tensor: RowShardedTensor) -> Averaging:
-        groups = (tensor.topology.every, *tensor.row_split.groups)
-        groups = tuple(group for group in groups if group.size > 1)
-        return Averaging(groups, tensor.row_split.name, tensor.topology.in_order)
+from .redistribute import all_gather_rows
+from .tensor import RowShardedTensor, redistributed, scaled
 
 
 class ReplicatedTensor(Dispatched):
@@ -62,6 +39,8 @@ class ReplicatedTensor(Dispatched):
     """How the gradient of this tensor becomes one that parameters can take; None: it already is."""
     view_of: str | None
     """The parameter that this holds values of a view of, if writes to this would not reach it."""
+    own: bool
+    """Whether an ordinary number or index was combined with it, which may differ between ranks: so may this."""
 
     @classmethod
     def wrap(
@@ -76,7 +55,7 @@ class ReplicatedTensor(Dispatched):
     ) -> Any:
         spec = compat.DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=_meta_of(like))
         made: Any = DTensor.__new__(cls, local, spec, requires_grad=False)  # type: ignore[call-arg]
-        made.averaging, made.view_of = averaging, view_of
+        made.averaging, made.view_of, made.own = averaging, view_of, False
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,13 +93,15 @@ class ReplicatedTensor(Dispatched):
         """Return the ordinary tensor; the same on every rank."""
         return self.to_local()
 
+    def unsharded(self) -> Tensor:
+        """Return the ordinary tensor, for a function of it and of ordinary tensors, which are this rank's own."""
+        return self.to_local()
+
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
-        """Return an ordinary DTensor of the same values, replicated or evenly sharded; not differentiable."""
-        mesh = device_mesh or self.device_mesh
-        whole = self._local_tensor.detach().clone()
-        return distribute_tensor(whole, mesh, placements or [Replicate()] * mesh.ndim, src_data_rank=None)
+        """Return an ordinary DTensor of the same values, replicated or evenly sharded."""
+        return redistributed(self.to_local().clone(), device_mesh or self.device_mesh, placements, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if compat.dynamo_traces():
@@ -158,20 +139,6 @@ class ReplicatedTensor(Dispatched):
                 self._averaged = _Average.apply(self, self.averaging)
         return self._averaged
 
-    @classmethod
-    @compat.python_only
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Autograd sets attributes of views that were written to while it holds a lock that a new node would need.
-        if torch.is_grad_enabled() and getattr(func, "__name__", "") != "__set__":
-            args, kwargs = compat.tree_map_only(ReplicatedTensor, lambda t: t.averaged, (args, kwargs))
-        if not compat.DTENSOR_SUBCLASSES_DISPATCH:
-            return super().__torch_function__(func, types, args, kwargs)
-        with compat.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
 
 def _meta_of(tensor: Tensor) -> compat.TensorMeta:
     return compat.TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
@@ -184,7 +151,21 @@ def replicate(result: Any, sources: Sequence[Tensor]) -> Any:
     if not isinstance(result, Tensor) or isinstance(result, DTensor):
         return result
     mine = next(t for t in sources if isinstance(t, Dispatched))
-    return ReplicatedTensor.wrap(result, mine.device_mesh, averaging_of(result, sources))
+    made = ReplicatedTensor.wrap(result, mine.device_mesh, averaging_of(result, sources))
+    made.own = any(map(is_own, sources))
+    return made
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether a tensor may have other values on each rank."""
+    return tensor.own if isinstance(tensor, ReplicatedTensor) else not isinstance(tensor, DTensor)
+
+
+def own_of_rank(value: Tensor, mesh: DeviceMesh) -> ReplicatedTensor:
+    """Make a DTensor of what this rank has computed from a parameter and from its own numbers."""
+    made: ReplicatedTensor = _FromOrdinary.apply(value, mesh)
+    made.own = True
+    return made
 
 
 def averaging_of(result: Tensor, sources: Sequence[Tensor]) -> Averaging | None:
@@ -195,7 +176,7 @@ def averaging_of(result: Tensor, sources: Sequence[Tensor]) -> Averaging | None:
         return None
     for tensor in sources:
         if tensor.requires_grad and isinstance(tensor, RowShardedTensor):
-            return Averaging.of(tensor)
+            return Averaging.over(tensor.topology, tensor.row_split)
         if tensor.requires_grad and isinstance(tensor, ReplicatedTensor) and tensor.averaging is not None:
             return tensor.averaging  # used by an operator that consists of several: no function has seen it
     return None
@@ -233,6 +214,9 @@ class RowView(ReplicatedTensor):
     def of(self, whole: Tensor) -> Tensor:
         """Return the view of an ordinary tensor in place of the sharded one."""
         return functools.reduce(lambda t, step: step.of(t), self.steps, whole)
+
+    def unsharded(self) -> Tensor:
+        return scaled(self.to_local(), self.base.gradient_factor)
 
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
@@ -295,14 +279,7 @@ class _Mean(torch.autograd.Function):
         if isinstance(gradient, RowShardedTensor):
             return ReplicatedTensor.wrap(gradient.full_tensor(), mesh)  # each rank has its rows of one gradient
         value = gradient._local_tensor if isinstance(gradient, ReplicatedTensor) else gradient
-        is_complex, value = value.is_complex(), as_real(value)
-        what = f"a gradient of what was computed from {averaging.parameter!r}"
-        for group in averaging.groups:
-            announce(what, group.name, averaging.parameter)
-            # Of parameters in host memory, the gradient is there, and the group may have no backend for it.
-            sent = compat.to_backend(value, group.name)
-            value = group.all_reduce(sent, "sum", averaging.in_order).to(value.device) / group.size
-        return ReplicatedTensor.wrap(torch.view_as_complex(value) if is_complex else value, mesh)
+        return ReplicatedTensor.wrap(averaging.mean(value), mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

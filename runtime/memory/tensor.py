@@ -20,15 +20,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
+from .averaging import Averaging
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards
+from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, take_rows
 
 
 class Backing(tuple[Tensor, ...]):
@@ -49,6 +50,8 @@ class Backing(tuple[Tensor, ...]):
         return Backing()
 
 
+_ORIGIN = "mfsdp_origin"
+"""Attribute of what was computed from parameters: where a parameter is in its bucket; None if it is in none."""
 TENSOR_HOOKS, ACCUMULATE_HOOKS = "mfsdp_hooks", "mfsdp_accumulate_hooks"
 """Attributes of parameters that have hooks."""
 
@@ -196,19 +199,65 @@ class RowShardedTensor(Dispatched):
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return a copy of the whole tensor, ``[*shape]``, on every rank. A collective; not differentiable."""
-        with torch.no_grad():
-            return all_gather_rows(self._local_tensor, self.row_split, self.topology)
+        """Return a copy of the whole tensor, ``[*shape]``, on every rank. A collective.
+
+        So is its backward: the gradient of a rank's rows is the mean over ranks of the gradients of this copy.
+
+        Args:
+            grad_placements: What the gradients of this copy are: the same on every rank, or parts of a sum
+                (``Partial()``).
+        """
+        whole = self._whole("full_tensor()")
+        if not grad_placements or all(placement.is_replicate() for placement in grad_placements):
+            return whole
+        if all(placement == Partial("sum") for placement in grad_placements):
+            return scaled(whole, self.device_mesh.size())
+        raise ValueError(
+            f"full_tensor of {self.row_split.name!r} takes grad_placements that are all Replicate() or all Partial(), "
+            f"got {tuple(grad_placements)}."
+        )
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
-        """Return an ordinary DTensor of the same values, replicated or evenly sharded.
+        """Return an ordinary DTensor of the same values, replicated or evenly sharded. A collective."""
+        return redistributed(self._whole("redistribute()"), device_mesh or self.device_mesh, placements, kwargs)
 
-        A collective; not differentiable.
+    def unsharded(self, what: str) -> Tensor:
+        """Return the whole tensor for a function of it and of ordinary tensors, which are this rank's own.
+
+        Its gradient becomes one like those of the forward: a mean over ranks, or, if the model has losses per token, a
+        sum. A collective.
         """
-        mesh = device_mesh or self.device_mesh
-        return distribute_tensor(self.full_tensor(), mesh, placements or [Replicate()] * mesh.ndim, src_data_rank=None)
+        return scaled(self._whole(what), self.gradient_factor)
+
+    def _whole(self, what: str) -> Tensor:
+        if self.requires_grad and torch.is_grad_enabled():
+            whole: Tensor = _Whole.apply(self, what)
+            return whole
+        with torch.no_grad():
+            return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)
+
+    # -- where values come from ---------------------------------------------------------------------------------------
+
+    @property
+    def is_of_parameter(self) -> bool:
+        """Whether these are a parameter's values, or computed from parameters only."""
+        return isinstance(self, nn.Parameter) or _ORIGIN in vars(self)
+
+    def computed_from(self, source: RowShardedTensor) -> None:
+        """Note that these values were computed from those of a parameter."""
+        self.__dict__[_ORIGIN] = source._home
+
+    @property
+    def _home(self) -> Any:
+        return vars(self).get("mfsdp_handle") or vars(self).get(_ORIGIN)
+
+    @property
+    def gradient_factor(self) -> float:
+        """What the mean of ranks' gradients is multiplied by for a gradient like those of the forward."""
+        bucket = self._home.reference() if self._home is not None else None
+        return 1.0 if bucket is None else bucket.gradient_factor
 
     @property
     def data(self) -> RowShardedTensor:  # type: ignore[override]
@@ -238,7 +287,8 @@ class RowShardedTensor(Dispatched):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        with compat.DisableTorchFunctionSubclass():
+            return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -371,6 +421,51 @@ def noted_value(param: Tensor) -> str | None:
     if isinstance(param, RowShardedTensor):
         return param.backing.noted.get(param.row_split.name)
     return vars(param).get(NOTED_VALUE)
+
+
+def redistributed(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, options: dict[str, Any]
+) -> DTensor:
+    """Distribute a tensor that every rank holds. Gradients are taken to be the same on every rank, as torch does."""
+    everywhere = [Replicate()] * mesh.ndim
+    replicated = DTensor.from_local(whole, mesh, everywhere, run_check=False)
+    return replicated.redistribute(mesh, placements or everywhere, **options)
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor whose gradient is multiplied by ``factor``."""
+    if factor == 1 or not tensor.requires_grad:
+        return tensor
+    out: Tensor = _Scaled.apply(tensor, factor)
+    return out
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+class _Whole(torch.autograd.Function):
+    """The whole tensor. In backward, each rank takes its rows of the mean of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RowShardedTensor, what: str) -> Tensor:
+        ctx.of = tensor.row_split, tensor.topology
+        return all_gather_rows(tensor._local_tensor, *ctx.of, what)
+
+    @staticmethod
+    @compat.python_only
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        split, topology = ctx.of
+        gradient = Averaging.over(topology, split).mean(gradient)
+        return RowShardedTensor.wrap(take_rows(gradient, split, topology.shard).clone(), split, topology), None
 
 
 class _ToLocal(torch.autograd.Function):

@@ -23,7 +23,8 @@ from torch import Tensor
 from ... import compat
 from ..dispatched import Dispatched, dispatching
 from ..tensor import RowShardedTensor, UnreducedGradient
-from . import elementwise, random, reductions, row_by_row, unreduced, whole
+from . import elementwise, mixed, random, reductions, row_by_row, unreduced, whole
+from .arguments import note_origin
 from .elementwise import like_rows
 
 __all__ = ["like_rows"]
@@ -40,10 +41,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func.decompose(*args, **kwargs)
     if not any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
         return whole.compute(func, args, kwargs)
-    for compute in _TIERS:
+    for compute in (*_TIERS, whole.compute):
         if (result := compute(func, args, kwargs)) is not NotImplemented:
-            return result
-    return whole.compute(func, args, kwargs)
+            break
+    if not func._schema.is_mutable:
+        note_origin(func, leaves, result)
+    return result
 
 
+Dispatched.call = staticmethod(mixed.call)
 Dispatched.dispatch = staticmethod(_dispatch)

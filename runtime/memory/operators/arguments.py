@@ -53,6 +53,21 @@ def about_to_write(tensors: Sequence[Tensor], overwrites: bool = False) -> None:
     before_write(*sharded)
 
 
+_OF_NO_VALUES = ("_like", "::new_zeros", "::new_ones", "::new_full", "::new_empty")
+"""Ends of the names of operators that make tensors of a shape."""
+
+
+def note_origin(func: Any, sources: Sequence[Tensor], result: Any) -> None:
+    """Note of results that they are values of parameters, and neither gradients nor an optimizer's state.
+
+    What is computed from parameters and from others is not: an update that decays weights.
+    """
+    rows = [tensor for tensor in sources if isinstance(tensor, RowShardedTensor)]
+    if all(tensor.is_of_parameter for tensor in rows) and not func._schema.name.endswith(_OF_NO_VALUES):
+        for made in rows_among(result):
+            made.computed_from(rows[0])
+
+
 def dims_of(dim: Any, ndim: int) -> tuple[int, ...] | None:
     """Return dimensions, counted from the first one; None: all of them."""
     if dim is None or dim == []:
@@ -75,6 +90,16 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
         "with parameter.full_tensor() (collectives: call them on all ranks). Inside the forward of the module that "
         "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it "
         "there too if it runs in a module's forward."
+    )
+
+
+def refuse_write_of_own(func: Any, rows: Tensor, value: Tensor) -> NoReturn:
+    base: Any = getattr(rows, "base", rows)
+    raise RuntimeError(
+        f"{getattr(func, '__name__', func)} writes an ordinary tensor of shape {tuple(value.shape)} to what was computed "
+        f"from {base.row_split.name!r}, of which this is one rank's shard, while autograd records. An ordinary tensor is "
+        "this rank's own, and other rows would get other ranks' values. Use the operator that makes a new tensor "
+        "(a * b instead of a.mul_(b) or a *= b): that has the whole parameter on each rank, and its gradient is averaged."
     )
 
 

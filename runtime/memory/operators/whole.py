@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ... import compat
 from ..dispatched import Dispatched
-from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, replicate
+from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, is_own, replicate
 from ..tensor import RowShardedTensor
 from .arguments import leaves_of, refuse, refuse_own_values, tensors_are_own, written_to
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
@@ -48,12 +48,14 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*swapped_args, **swapped_kwargs)
     for base in {id(_base(t)): _base(t) for t in writes}.values():
         wholes[id(base)].write_to(base)
+        if isinstance(base, ReplicatedTensor):
+            base.own |= any(map(is_own, tensors))
     if torch.Tag.inplace_view in func.tags:
         return args[0].reshaped_in_place(func, args, kwargs)
     originals = {id(locals_[id(t)]): t for t in writes}
     ordinary = [t for t in tensors if not isinstance(t, DTensor)]
     beside_rows = any(isinstance(t, RowShardedTensor) for t in tensors)
-    is_ordinary = any(_makes_ordinary(t, beside_rows) for t in ordinary) or (bool(ordinary) and tensors_are_own())
+    is_ordinary = any(makes_ordinary(t, beside_rows) for t in ordinary) or (bool(ordinary) and tensors_are_own())
 
     def wrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -76,7 +78,7 @@ def _same_place(func: Any) -> bool:
     return is_elementwise(func) and func._schema.is_mutable
 
 
-def _makes_ordinary(tensor: Tensor, beside_rows: bool) -> bool:
+def makes_ordinary(tensor: Tensor, beside_rows: bool) -> bool:
     """Whether the result of an operator with this ordinary tensor is one, too; not for numbers, as in torch's DTensors.
 
     Torch's numbers are tensors of one element. Beside results that every rank holds, they have no dimensions: the
