@@ -411,7 +411,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         replaced by this rank's rows of it.
         """
         attribute = self.plan.grad_attribute
-        found = [getattr(param, attribute, None) for param in self.params]
+        with compat.DisableTorchFunctionSubclass():
+            found = [getattr(param, attribute, None) for param in self.params]
         for index, gradient in enumerate(found):
             if isinstance(gradient, ReplicatedTensor):
                 split = self.splits[index]

@@ -487,7 +487,7 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
             view.__dict__["mfsdp_total"] = (total, visible._version)
         if index in bucket.provisional:
             mark_provisional(view)
-        setattr(param, attribute, view)
+        _attach(bucket, param, view)
         bucket.clean.discard(index)
         if index in used and vars(param).get(ACCUMULATE_HOOKS):
             _run_accumulate_hooks(param)
@@ -508,7 +508,8 @@ def _attached(bucket: Bucket) -> list[Tensor | None]:
 
 
 def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:
-    setattr(param, bucket.plan.grad_attribute, gradient)
+    with compat.DisableTorchFunctionSubclass():
+        setattr(param, bucket.plan.grad_attribute, gradient)
 
 
 def _shows_cast(bucket: Bucket) -> bool:

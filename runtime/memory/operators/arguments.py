@@ -53,7 +53,7 @@ def about_to_write(tensors: Sequence[Tensor], overwrites: bool = False) -> None:
     before_write(*sharded)
 
 
-_OF_NO_VALUES = ("_like", "::new_zeros", "::new_ones", "::new_full", "::new_empty")
+_OF_NO_VALUES = ("_like", "::new_zeros", "::new_ones", "::new_full", "::new_empty", "::new_empty_strided")
 """Ends of the names of operators that make tensors of a shape."""
 
 

@@ -75,6 +75,9 @@ def is_elementwise(func: Any) -> bool:
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.is_same_size.default:
         return args[0].shape == args[1].shape
+    if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
+        # Autograd, for gradients whose local rows have other strides than the parameter's, as on some ranks only.
+        return args[0].with_local(args[0]._local_tensor.new_empty(args[0]._local_tensor.shape, **kwargs))
     if func in _FACTORIES:
         if tuple(args[1]) != tuple(args[0].shape):
             return replicate(func(args[0]._local_tensor, *args[1:], **kwargs), args[:1])

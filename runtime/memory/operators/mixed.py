@@ -49,7 +49,9 @@ _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name not in _READ_NO_VALUES and (len(args) != 1 or kwargs or not isinstance(args[0], RowShardedTensor)):
-        writes = kwargs.get("out") if "out" in kwargs else args[0] if _is_write(name) else None
+        writes = kwargs.get("out")
+        if writes is None and _is_write(name):
+            writes = args[0] if args else next(iter(kwargs.values()))
         if not _are_rows(writes):
             if _mixes(name, args, kwargs):
                 return _on_whole(func, name, args, kwargs)
