@@ -134,7 +134,7 @@ class TrainStep:
             check(optimizer, "compile_step", flat=False)
         self._models = models_of_optimizer(optimizer)
         if not extended:
-            extend(optimizer, flat=is_for_flat(optimizer), by_name=False)
+            extend(optimizer, flat=is_for_flat(optimizer), by_name=len(self._models) == 1)
         if max_norm is not None and any(b.plan.decoupled for model in self._models for b in model.buckets):
             raise ValueError(
                 "compile_step clips parameter.grad, and this model's gradients are parameter.decoupled_grad "

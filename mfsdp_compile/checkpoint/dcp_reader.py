@@ -51,14 +51,20 @@ class SafeReader(FileSystemReader):
         path: Directory of the checkpoint.
         reader: Reader of the same directory. None: a new one.
         only_checks: Check that everything can be read, and read no values.
+        sums: Compare tensors with the checksums of their archives first, which torch does not.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], reader: CheckpointReader | None = None, only_checks: bool = False
+        self,
+        path: str | os.PathLike[str],
+        reader: CheckpointReader | None = None,
+        only_checks: bool = False,
+        sums: bool = False,
     ) -> None:
         super().__init__(path)
         self._reader = reader
         self._only_checks = only_checks
+        self._sums = sums
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -76,7 +82,7 @@ class SafeReader(FileSystemReader):
                 items = list(group)
                 for item in items:
                     if not self.storage_data[item.storage_index].transform_descriptors:
-                        self._reader.check_stored(item.storage_index)
+                        self._reader.check_stored(item.storage_index, self._sums)
                 if not self._only_checks:
                     super().read_data(dataclasses.replace(plan, items=items), planner)
             except (CheckpointError, FileRefused) as error:
@@ -163,6 +169,24 @@ class CheckpointReader:
         """Return file and offset of every chunk. Two keys with the same result share their data."""
         return tuple((info.relative_path, info.offset) for info in map(self._location, self._indices(key)))
 
+    def path(self, key: str) -> tuple[Any, ...]:
+        """Return the path of an entry in the dictionaries and lists that were saved."""
+        return self.recorded_path(key) or tuple(key.split("."))
+
+    def recorded_path(self, key: str) -> tuple[Any, ...]:
+        """Return the path that the checkpoint records; empty if it records none.
+
+        Raises:
+            CheckpointError: It leads elsewhere than the key says.
+        """
+        path: tuple[Any, ...] = (self.metadata.planner_data or {}).get(key, ())
+        if path and ".".join(map(str, path)) != key:
+            raise CheckpointError(
+                f"{self.directory / '.metadata'} is damaged: it says that {key} is at {path}. Copy the checkpoint "
+                "again, or use an earlier one."
+            )
+        return path
+
     def tensor(self, key: str, index: Sequence[int] = ()) -> Tensor:
         """Assemble a tensor from its chunks, whichever files they are in and whatever their sizes.
 
@@ -245,8 +269,11 @@ class CheckpointReader:
         else:
             self._check_length(self._location(MetadataIndex(key)), key)
 
-    def check_stored(self, index: MetadataIndex) -> None:
+    def check_stored(self, index: MetadataIndex, sums: bool = False) -> None:
         """Check that an entry, or a chunk of a tensor, can be read, and is what the metadata says. Reads few values.
+
+        Args:
+            sums: Read all of them, and compare them with the archive's checksums.
 
         Raises:
             CheckpointError: If it cannot, or is something else.
@@ -257,6 +284,8 @@ class CheckpointReader:
             if not isinstance(entry, TensorStorageMetadata):
                 check_archive(file, self._named(info, key))
                 return
+            if sums:
+                check_sums(file, self._named(info, key))
             found = stored_tensor(file, self._named(info, key))
         if key not in self._sizes:
             self._sizes[key] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model.run_lineage import Lineage
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
-from mfsdp_compile.runtime.optim.state import optimizer_name
+from mfsdp_compile.runtime.optim.state import named_state_dict, optimizer_name
 from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
@@ -66,8 +66,8 @@ class Checkpoints:
 
     A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It
     gets this name when it is complete and on disk; a save that dies leaves nothing that later saves or loads use. The
-    file ``latest`` holds the name of the last one, for other programs; :meth:`latest` does not use it to find the
-    checkpoint. All methods are collective except :meth:`latest` and :meth:`all`.
+    file ``latest`` holds the name of the last one. If that is gone or damaged, loading the last one is an error:
+    an earlier one would lose training in silence. All methods are collective except :meth:`latest` and :meth:`all`.
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
@@ -105,7 +105,7 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were written.
 
-        Checkpoints with a damaged manifest are left out, with a warning.
+        Others are left out, with a warning.
         """
         complete, damaged = self._find()
         for _, error in damaged:
@@ -116,22 +116,68 @@ class Checkpoints:
         """Return the checkpoint that was written last, or None if there is none.
 
         Raises:
-            CheckpointError: If its manifest is damaged.
+            CheckpointError: The one that the file ``latest`` names is gone, incomplete or damaged. Without that file:
+                one of the folder is. The message says which others there are, and how to load one.
         """
+        name = self._last_name()
         complete, damaged = self._find()
-        if damaged:
-            with contextlib.suppress(OSError, FileRefused):
-                name = read_text(inside(self.root, _LATEST))
-                for path, what in damaged:
-                    if path.name == name:
-                        raise what
+        if name is not None and not any(path.name == name for _, path in complete):
+            # Published since the folder was listed, or not there.
+            path, manifest = self.root / name, None
+            with contextlib.suppress(CheckpointError):
+                manifest = read_manifest(path)
+            if manifest is None:
+                whys = [str(error) for damaged_path, error in damaged if damaged_path.name == name]
+                raise CheckpointError(
+                    f"{self.root / _LATEST} names {name}, "
+                    + (f"which cannot be loaded: {whys[0]}" if whys else "which is gone.")
+                    + self._how_to_choose(complete)
+                )
+            return path
+        if name is None and damaged:
+            raise CheckpointError(
+                f"{self.root} has no file {_LATEST!r}, and nothing else says which checkpoint is the last: "
+                f"{damaged[0][1]}{self._how_to_choose(complete)}"
+            )
+        for _, error in damaged:
+            warn(f"A checkpoint is skipped: {error}", by=None)
         return complete[-1][1] if complete else None
+
+    def _last_name(self) -> str | None:
+        """Return the name in the file ``latest``; None: there is no such file.
+
+        Raises:
+            CheckpointError: It is not a file with the name of a checkpoint.
+        """
+        try:
+            name = read_text(inside(self.root, _LATEST)).strip()
+            if not _NAME.fullmatch(name):
+                raise FileRefused(f"it has {name!r:.80}, which is not the name of a checkpoint")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, FileRefused) as error:
+            raise CheckpointError(
+                f"{self.root / _LATEST} does not name a checkpoint: {error}.{self._how_to_choose(self._find()[0])}"
+            ) from None
+        return name
+
+    def _how_to_choose(self, complete: Sequence[tuple[Manifest, Path]]) -> str:
+        if not complete:
+            return " There is no complete checkpoint. To start over, use another folder."
+        *_, (_, last) = complete
+        there = [f"{path.name} (saved {manifest.created})" for manifest, path in complete[-4:]]
+        more = " and earlier ones" if len(complete) > len(there) else ""
+        return (
+            f" Complete are {', '.join(there)}{more}. To go on from "
+            f"one of them, load it by name: mfsdp_compile.checkpoint.load({os.fspath(last)!r}, model, optimizer). The "
+            f"next save writes {_LATEST!r} anew. Nothing was loaded."
+        )
 
     def _find(self) -> tuple[list[tuple[Manifest, Path]], list[tuple[Path, CheckpointError]]]:
         """Find the checkpoints in the folder.
 
         Returns:
-            The complete ones with their manifests, by serial number, and the damaged ones with their errors.
+            The complete ones with their manifests, by serial number, and the others with their errors.
         """
         complete: list[tuple[Manifest, Path]] = []
         damaged: list[tuple[Path, CheckpointError]] = []
@@ -141,6 +187,8 @@ class Checkpoints:
             try:
                 if (manifest := read_manifest(path)) is not None:
                     complete.append((manifest, path))
+                elif path.exists():  # not removed in the meantime
+                    damaged.append((path, CheckpointError(f"{path} has no manifest: it is incomplete.")))
             except CheckpointError as error:
                 damaged.append((path, error))
             except OSError as error:
@@ -162,7 +210,8 @@ class Checkpoints:
         Args:
             step: Training step; not negative.
             model: The sharded model.
-            optimizer: Extended by ``fully_shard_optimizer``. None: no optimizer state is saved.
+            optimizer: Optimizer over the model's parameters, extended or not; its state is saved by name of parameter.
+                None: no optimizer state is saved.
             extra: Data of the program, such as ``state_dict()`` of a scheduler or a data loader: tensors, numbers,
                 strings, and lists, tuples and dicts of them. The first rank's is saved. Random number generators are
                 always saved, for each rank.
@@ -269,7 +318,7 @@ class Checkpoints:
                 )
             state["model"] = model.state_dict()
             if optimizer is not None:
-                state["optimizer"] = optimizer.state_dict()
+                state["optimizer"] = named_state_dict(optimizer)
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
             if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank

@@ -37,7 +37,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mfsdp_compile.runtime.optim.state import optimizer_name
+from mfsdp_compile.runtime.optim.state import load_named, optimizer_name
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -99,9 +99,10 @@ def load(
     Args:
         path: Folder with a ``.metadata`` file.
         model: Model to load into, in place. Its gradients are dropped.
-        optimizer: Optimizer to load into, in place. Extended by ``fully_shard_optimizer``; it may be new. None: the
-            checkpoint's optimizer state is ignored.
-        verify: Read every file first, and compare it with the manifest. None: if there is a manifest.
+        optimizer: Optimizer to load into, in place, extended or not; it may be new. None: the checkpoint's optimizer
+            state is ignored.
+        verify: Read every file first, and compare it with the manifest. None: if there is a manifest, or else compare
+            what is loaded with the checksums of its archives.
         allow_missing: Patterns (``*`` and ``?``) of names that may be missing and then keep their values:
             ``"model.head.*"``, ``"optimizer.head.*"``.
         allow_unexpected: Patterns of names in the checkpoint that may be ignored.
@@ -226,9 +227,12 @@ class _Load:
                 f"one of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. "
                 "Nothing was loaded."
             )
-        self._plan = LoadPlan(self._reader, model, optimizer, allowed)
+        is_of_class = manifest is not None and manifest.optimizer is not None
+        self._plan = LoadPlan(self._reader, model, optimizer, allowed, is_of_class)
+        self._sums = manifest is None and verify is None
         ranks = dist.get_world_size(self._sharded.everyone)
-        self._with_generators = generators and manifest is not None and manifest.world_size == ranks
+        saved_by = manifest.world_size if manifest is not None else len(self._plan.ranks_with_generators)
+        self._with_generators = generators and saved_by == ranks
 
     def _check_is_complete(self, manifest: Manifest) -> None:
         """Raise CheckpointError if the manifest does not list every file that the metadata needs."""
@@ -246,16 +250,16 @@ class _Load:
             Descriptions of what is read, here or on other ranks.
         """
         self._read(self._plan.staged)
+        self._plan.check_read()
         self._state = self._plan.optimizer_state()
-        if self._manifest is not None:
-            self._prepare_extra()
+        self._prepare_extra()
         self._read(self._plan.in_place, only_checks=True)
         return [f"{name}: {key}" for name, key in self._plan.described()]
 
     def _prepare_extra(self) -> None:
         """Read what belongs neither to the model nor to the optimizer."""
         reader, where = self._reader, f"{self._directory} (extra)"
-        if "extra" in reader and reader.is_tensor("extra"):
+        if self._plan.has_extra:
             try:
                 self._extra = extra_from_tensor(reader.tensor("extra"), where)
             except CheckpointError:
@@ -289,7 +293,7 @@ class _Load:
         if self._optimizer is not None:
             self._before = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
             try:
-                self._optimizer.load_state_dict(self._state)
+                load_named(self._optimizer, self._state)
             except Exception as error:
                 raise CheckpointError(
                     f"{self._directory} has state that the {type(self._optimizer).__name__} does not take "
@@ -305,6 +309,7 @@ class _Load:
     def install(self) -> None:
         """Change the weights."""
         self._before = {}
+        self._sums = False  # compared before
         try:
             self._plan.load_rest()
             self._read(self._plan.in_place)
@@ -315,9 +320,8 @@ class _Load:
 
     def finish(self) -> Restored:
         """Continue with the new weights. All ranks have them."""
-        self._plan.compare_twins()
         sharded, manifest = self._sharded, self._manifest
-        names = {kind: [name for name, _ in found] for kind, found in self._plan.differences.items()}
+        names = self._plan.differences.names
         sharded.zero_gradients()  # they belong to other weights
         sharded.grad_sync.microbatches = 0
         if manifest is not None:
@@ -331,16 +335,16 @@ class _Load:
             self._extra,
             bool(self._generators),
             manifest.world_size if manifest is not None else None,
-            left_out=tuple(names["unexpected"]),
-            kept=(*names["missing"], *names["reshaped"]),
-            cast=tuple(names["cast"]),
+            left_out=(*names("unexpected"), *self._plan.others),
+            kept=(*names("missing"), *names("reshaped")),
+            cast=tuple(names("cast")),
         )
 
     def _read(self, targets: dict[str, Any], only_checks: bool = False) -> None:
         """Read into ``targets``, by stored key."""
         if not targets:
             return
-        reader = SafeReader(self._directory, self._reader, only_checks)
+        reader = SafeReader(self._directory, self._reader, only_checks, sums=self._sums)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*load in a single process")
             try:

@@ -24,6 +24,7 @@ from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
 from ..program_lines import warn
+from .flat_step import flat_step_of
 from .whole_step import WholeStep, whole_step_of
 
 PREFIX = "module."
@@ -54,6 +55,32 @@ _NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 }
 """State of torch's optimizers that has one number per parameter, not one per element; for a parameter with a single
 element, the shape does not tell. The values compute the initial number of a parameter in ``group``."""
+
+
+_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Classes whose state has the shape of its parameter, except for :data:`_NUMBERS`. That of derived classes need not."""
+
+
+def is_number(key: str) -> bool:
+    """Whether state ``key`` of torch's optimizers is one number per parameter."""
+    return key in _NUMBERS
+
+
+def is_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known that the state of an optimizer consists of numbers and of tensors shaped like parameters."""
+    return type(optimizer) in _BY_ELEMENT
 
 
 def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
@@ -97,13 +124,10 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
         """
         it = reference()
         assert it is not None
-        numbered = type(it).state_dict(it)
-        names = parameter_names(it)
-        state = {names[i]: held for i, held in numbered["state"].items()}
-        if not state and not any(_has_stepped(param) for param in _params(it)):
-            state = dict(zip(names, _first_states(it), strict=False))
-        held = {name: held for name, held in state.items() if held}
-        return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
+        named = _named(it, type(it).state_dict(it))
+        if not named["state"] and not any(_has_stepped(param) for param in _params(it)):
+            named["state"] = dict(zip(parameter_names(it), _first_states(it), strict=False))
+        return {**named, "state": {name: held for name, held in named["state"].items() if held}}
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         """Load state of the same parameters, by name or by number, sharded or full.
@@ -120,13 +144,60 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
     compat.keep_from_state_dict_helpers(optimizer, state_dict, load_state_dict)
 
 
-def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return ``optimizer.state_dict()["param_groups"]`` without computing the state."""
-    numbered: list[dict[str, Any]] = type(optimizer).state_dict(optimizer)["param_groups"]
-    if "state_dict" not in vars(optimizer):
-        return numbered
+def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer by name of parameter, whether and however it was extended.
+
+    Raises:
+        ValueError: It is not made of the state of parameters and their groups, or see :func:`parameter_names`.
+    """
+    return _named(optimizer, optimizer.state_dict())
+
+
+def load_named(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a state dict by name of parameter into an optimizer, whether and however it was extended.
+
+    Raises:
+        ValueError: It does not fit, or the optimizer has no state of a parameter afterwards which the state dict has.
+    """
+    cut = cut_loaded_state(optimizer, _numbered(optimizer, state_dict))
+    optimizer.load_state_dict(cut)
+    params = _params(optimizer)
     names = parameter_names(optimizer)
-    return [{**group, "params": [names[i] for i in group["params"]]} for group in numbered]
+    lost = [names[number] for number, held in cut["state"].items() if held and not optimizer.state.get(params[number])]
+    if lost:
+        raise ValueError(f"load_state_dict of the {type(optimizer).__name__} has not taken the state of {_some(lost)}.")
+
+
+def _named(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of the optimizer, in which parameters are numbered or named, with names."""
+    names = parameter_names(optimizer)
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"state_dict() of the {type(optimizer).__name__} has {_some([*state_dict])}, not the state of parameters "
+            "and their groups, so that it cannot be saved by name. Save the optimizer that it contains."
+        )
+    groups = state_dict["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    name_of_key = dict(zip(keys, names, strict=True))
+    if strangers := [key for key in state_dict["state"] if key not in name_of_key]:
+        raise ValueError(
+            f"The {type(optimizer).__name__} has state {_some([*map(str, strangers)])} of no parameter, so that it "
+            "cannot be saved by name. Save that with the program's own data, and remove it from optimizer.state before."
+        )
+    return {
+        **state_dict,
+        "state": {name_of_key[key]: held for key, held in state_dict["state"].items()},
+        "param_groups": [{**group, "params": [name_of_key[key] for key in group["params"]]} for group in groups],
+    }
+
+
+def named_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer by name of parameter, without computing the state."""
+    names = iter(parameter_names(optimizer))
+    return [
+        {**group, "params": [name for name, _ in zip(names, group["params"], strict=False)]}
+        for group in optimizer.param_groups
+    ]
 
 
 def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
@@ -193,10 +264,12 @@ def _has_state(optimizer: torch.optim.Optimizer, param: Any) -> bool:
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
     if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
         return {"momentum_buffer": torch.zeros_like(param.detach())}
-    whole = whole_step_of(optimizer)
     is_sharded = isinstance(param, RowShardedTensor)
     rows = param.to_local().detach() if is_sharded else param.detach()
-    twin = nn.Parameter(torch.zeros_like(rows) if whole is None else rows.new_zeros(param.shape))
+    # What is not known to work element by element has state of other shapes, which follow from the whole parameter's.
+    by_rows = is_sharded and whole_step_of(optimizer) is None
+    takes_rows = by_rows and (is_by_element(optimizer) or flat_step_of(optimizer) is not None)
+    twin = nn.Parameter(torch.zeros_like(rows) if takes_rows else rows.new_zeros(param.shape))
     setattr(twin, param.mfsdp_handle.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
     vars(beside).update(
@@ -212,10 +285,11 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         if key in _NUMBERS:
             first = _NUMBERS[key](group)
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
-        elif is_sharded and whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
+        elif by_rows and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
                 raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
-            state[key] = RowShardedTensor.wrap(value, param.row_split, param.topology)
+            local = value if takes_rows else take_rows(value, param.row_split, param.topology.shard).clone()
+            state[key] = RowShardedTensor.wrap(local, param.row_split, param.topology)
         else:
             state[key] = value
     return state
@@ -229,13 +303,23 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict to the form that torch's ``load_state_dict`` takes, in the optimizer's order."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _numbered(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], by_order: bool = False
+) -> dict[str, Any]:
+    """Convert a state dict to the form that torch's ``load_state_dict`` takes, in the optimizer's order.
+
+    Args:
+        by_order: Leave it as it is if it has none of the optimizer's names: torch's helpers give their own names to
+            parameters, in the optimizer's order.
+    """
+    params = _params(optimizer)
     stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
-    if all(isinstance(key, int) for group in stored_groups for key in group["params"]):
+    stored_names = [key for group in stored_groups for key in group["params"]]
+    if all(isinstance(key, int) for key in stored_names):
         return dict(state_dict)
     names = parameter_names(optimizer)
+    if by_order and not set(names) & set(stored_names):
+        return dict(state_dict)
     number = {name: i for i, name in enumerate(names)}
     group_of = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
     missing = [name for name in names if name not in group_of]
@@ -288,21 +372,75 @@ def _is_distributed_like(value: Any, param: Any) -> bool:
 
 
 def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Cut full tensors, and tensors that others sharded evenly, like parameters.
+    """Number parameters that are named, and cut full tensors, and tensors that others sharded evenly, like parameters.
 
-    Runs before torch's own ``load_state_dict``.
+    Runs before torch's own ``load_state_dict``. What a state dict shows before the first step, and nothing has filled,
+    is left out: the step creates it, possibly of values that are not zero.
+
+    Raises:
+        ValueError: State of an optimizer that works element by element has another shape than its parameter.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state_dict = _numbered(optimizer, state_dict, by_order=True)
+    params = _params(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
+    group_of = [group for group in state_dict["param_groups"] for _ in group["params"]]
     param_of = dict(zip(keys, params, strict=False))  # torch raises if the number of parameters differs
+    settings_of = dict(zip(keys, group_of, strict=True))
     if (whole := whole_step_of(optimizer)) is not None:
-        return {**state_dict, "state": _owned_state(optimizer, whole, state_dict["state"], param_of)}
-    state = {}
-    for number, held in state_dict["state"].items():
-        if (param := param_of.get(number)) is not None:
-            held = {key: shard_state(key, value, param) for key, value in held.items()}
-        state[number] = held
-    return {**state_dict, "state": state}
+        state = _owned_state(optimizer, whole, state_dict["state"], param_of)
+    else:
+        state = {key: _cut(held, param_of.get(key)) for key, held in state_dict["state"].items()}
+    if is_by_element(optimizer):
+        _check_shapes(optimizer, state, param_of)
+    return {
+        **state_dict,
+        "state": {
+            key: held
+            for key, held in state.items()
+            if not held or key not in param_of or not _is_unstepped(optimizer, settings_of[key], param_of[key], held)
+        },
+    }
+
+
+def _cut(held: dict[str, Any], param: Any) -> dict[str, Any]:
+    return held if param is None else {key: shard_state(key, value, param) for key, value in held.items()}
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]], param_of: Mapping[Any, Any]
+) -> None:
+    for number, held in state.items():
+        param = param_of.get(number)
+        for key, value in held.items():
+            if param is None or not isinstance(value, Tensor):
+                continue
+            if value.numel() != 1 if key in _NUMBERS else value.shape != param.shape:
+                raise ValueError(
+                    f"The state dict has state {key!r} of shape {tuple(value.shape)} for {name_of(param)!r} of shape "
+                    f"{tuple(param.shape)}, which the {type(optimizer).__name__} cannot step with."
+                )
+
+
+def _is_unstepped(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], param: Any, held: Mapping[str, Any]
+) -> bool:
+    """Whether this is to the bit what a state dict shows for a parameter before its first step."""
+    step = held.get("step", 0)
+    if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
+        return False
+    if float(step.full_tensor() if isinstance(step, DTensor) else step) != 0:  # without computing anything
+        return False
+    first = initial_state(optimizer, {**settings, "params": [param]}, param)
+    return bool(first) and first.keys() == held.keys() and all(_same(value, held[key]) for key, value in first.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and isinstance(one, (int, float, str, type(None))) and one == other
+    if one.shape != other.shape or isinstance(one, RowShardedTensor) != isinstance(other, RowShardedTensor):
+        return False
+    mine, its = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    return mine.dtype == its.dtype and torch.equal(mine, its.to(mine.device))
 
 
 def _owned_state(
