@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .pretrained import load_pretrained, save_pretrained
     from .runtime.determinism import deterministic, seed_step
     from .runtime.geometry.placements import ShardingStrategy
+    from .runtime.optim.kinds import declare_optimizer
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.plan.precision import MixedPrecisionPolicy
@@ -47,6 +48,7 @@ _PLACES = {
     "pretrained": "load_pretrained save_pretrained",
     "runtime.determinism": "deterministic seed_step",
     "runtime.geometry.placements": "ShardingStrategy",
+    "runtime.optim.kinds": "declare_optimizer",
     "runtime.plan.communicators": "Communication Communicator",
     "runtime.plan.offload": "OptimizerOffloadPolicy",
     "runtime.plan.precision": "MixedPrecisionPolicy",
@@ -71,6 +73,7 @@ __all__ = [
     "__version__",
     "capture_step",
     "compile_step",
+    "declare_optimizer",
     "deterministic",
     "explain",
     "fully_shard",

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.capture.captured_step import CapturedStep
 from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
-from mfsdp_compile.runtime.optim.flat_step import flat_step_of, is_for_flat
+from mfsdp_compile.runtime.optim.flat_step import flat_step_of
 from mfsdp_compile.runtime.optim.in_backward import StepInBackward
+from mfsdp_compile.runtime.optim.kinds import is_wrapped, kind_of, why_not_flat
 from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
 
 from .cuda_graphs import captured
@@ -30,6 +31,7 @@ def compile_step(
     *,
     max_norm: float | None = None,
     accumulation: int = 1,
+    divide_loss: bool = False,
     scaler: torch.amp.GradScaler | None = None,
     compile_optimizer: bool | None = None,
     cuda_graphs: bool = False,
@@ -45,18 +47,23 @@ def compile_step(
     Both ways have the same numbers, to the bit, and can alternate.
 
     With ``max_norm``, gradients are clipped before the step, which therefore follows the backward: the norm needs all
-    of them. So does a ``scaler``, which skips the step if any of them is infinite. Optimizers that do not work element
-    by element (Muon, ``whole=True``) also step after the backward, and so do single buckets for reasons that
-    :meth:`TrainStep.explain` lists.
+    of them. So does a ``scaler``, which skips the step if any of them is infinite. Optimizers that are not known to
+    work element by element (those of torch are, others can be declared with
+    :func:`~mfsdp_compile.declare_optimizer`) take their own ``step()`` once, after the backward. So do all whose
+    ``step`` has hooks or was wrapped, and single buckets for reasons that :meth:`TrainStep.explain` lists.
 
     Args:
         model: A sharded model; not compiled before.
         optimizer: Optimizer over its parameters. One that was not extended is extended here, with ``flat=True`` if it
-            works element by element. If it was, it steps in backward only if that was done with ``flat=True``.
+            is known to work element by element. If it was, it steps in backward only if that was done with
+            ``flat=True``.
         loss_fn: See :data:`LossFunction`. None: the model returns the loss.
         max_norm: Largest norm of all gradients together; None: they are not clipped.
         accumulation: Number of microbatches of each step. Call :meth:`TrainStep.accumulate` for all but the last one.
-            Losses are divided by it.
+            Gradients are summed, as in a loop of ``loss.backward()``.
+        divide_loss: Whether each loss is divided by ``accumulation`` before its backward, for gradients that are the
+            mean of the microbatches'. False: losses are taken as they are, and ``loss_fn`` may divide them, for
+            instance by the tokens of all microbatches. What is returned is not divided in either case.
         scaler: Scales losses, for training in float16; it unscales gradients before they are clipped, decides whether
             the step is taken, and is updated.
         compile_optimizer: Whether the optimizer's step is compiled, as kernels that read and write each element once
@@ -96,6 +103,7 @@ def compile_step(
         loss_fn,
         max_norm,
         accumulation,
+        divide_loss,
         scaler,
         compile_optimizer,
         cuda_graphs,
@@ -120,6 +128,7 @@ class TrainStep:
         loss_fn: LossFunction | None,
         max_norm: float | None,
         accumulation: int,
+        divide_loss: bool,
         scaler: torch.amp.GradScaler,
         compile_optimizer: bool | None,
         cuda_graphs: bool,
@@ -129,12 +138,15 @@ class TrainStep:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._max_norm, self._accumulation, self._scaler = max_norm, accumulation, scaler
+        self._divisor = accumulation if divide_loss else 1
         extended = isinstance(optimizer, torch.optim.Optimizer) and is_extended(optimizer)
+        self._why_not_flat = f"the {type(optimizer).__name__} does not step over flat shards (flat=True)"
         if not extended:
             check(optimizer, "compile_step", flat=False)
         self._models = models_of_optimizer(optimizer)
         if not extended:
-            extend(optimizer, flat=is_for_flat(optimizer), by_name=len(self._models) == 1)
+            self._why_not_flat = _why_not_flat(optimizer)
+            extend(optimizer, flat=not self._why_not_flat, by_name=len(self._models) == 1)
         if max_norm is not None and any(b.plan.decoupled for model in self._models for b in model.buckets):
             raise ValueError(
                 "compile_step clips parameter.grad, and this model's gradients are parameter.decoupled_grad "
@@ -154,7 +166,8 @@ class TrainStep:
         elif compile_optimizer and flat is None:
             raise ValueError(
                 "compile_step compiles the step of an optimizer over flat shards, and the "
-                f"{type(optimizer).__name__} steps over parameters. Leave compile_optimizer out."
+                f"{type(optimizer).__name__} steps over parameters: {self._why_not_flat}. Leave compile_optimizer "
+                "out."
             )
         self._kernels: UpdateKernels | None = None
         if compile_optimizer:
@@ -273,8 +286,7 @@ class TrainStep:
         if self._scaler.is_enabled():
             return "all buckets are stepped after the backward: the scaler looks at all gradients first"
         if self._in_backward is None:
-            name = type(self._optimizer).__name__
-            return f"all buckets are stepped after the backward: the {name} does not step over flat shards (flat=True)"
+            return f"all buckets are stepped after the backward: {self._why_not_flat}"
         later = self._in_backward.later()
         lines = [f"{name}: after the backward; {why}" for name, why in later.items()]
         total = sum(bucket.plan.requires_grad for model in self._models for bucket in model.buckets)
@@ -286,7 +298,7 @@ class TrainStep:
         if self._in_backward is None or self._in_backward.is_first:
             return ["the optimizer's step is compiled after the first one, which creates its state"]
         if self._flat.has_hooks:
-            return ["the optimizer's step is not compiled: hooks run before and after a step"]
+            return ["the optimizer's step is not compiled: code of the program runs before and after a step"]
         scaled, lines = self._max_norm is not None, []
         for bucket, runs in self._flat.runs_by_bucket().items():
             found = {self._flat.kernel_of(run, self._kernels, scaled) for run in runs}
@@ -307,7 +319,7 @@ class TrainStep:
                 "compile_step: the loss function returns the loss, a tensor that depends on the model's parameters, or "
                 f"a tuple that begins with it; got {_described(loss)}."
             )
-        loss = loss / self._accumulation if self._accumulation > 1 else loss
+        loss = loss / self._divisor if self._divisor > 1 else loss
         loss = self._scaler.scale(loss)
         if ahead is not None and loss.grad_fn is not None:
             loss.grad_fn.register_prehook(lambda _: ahead.begin_backward())
@@ -353,6 +365,15 @@ class TrainStep:
         finally:
             for each, override in zip(settings, before, strict=True):
                 each.override = override
+
+
+def _why_not_flat(optimizer: torch.optim.Optimizer) -> str:
+    """Return why an optimizer is not stepped over flat shards unless the program asks for that; "": it is."""
+    if is_wrapped(optimizer):
+        return f"the program has put a function around step() of the {type(optimizer).__name__}"
+    if kind_of(optimizer) == "blockwise":
+        return f"a {type(optimizer).__name__} steps blocks, and is extended with flat=True by the program only"
+    return why_not_flat(optimizer)
 
 
 def _described(loss: Any) -> str:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS, UnreducedGradient
 from ..model.sharded_model import ShardedModel
+from ..optim.constants import OF_SCHEDULERS
 from ..optim.flat_step import flat_step_of
-from ..optim.trial import is_of_torch
-from ..optim.update_kernel import OF_SCHEDULERS
+from ..optim.kinds import is_of_torch
 
 _ADDRESS = "address"
 _ELSEWHERE = frozenset({"param_groups", "state", "_opt_called"})

@@ -21,10 +21,10 @@ from .. import compat
 from ..memory.bucket import Bucket, ParamHandle
 from ..owner import name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
+from .kinds import EXTENDED, is_wrapped, why_not_whole
 from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
-from .trial import depends_on_others
 from .whole_step import WholeStep, whole_step_of
 
 
@@ -104,6 +104,12 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
         check_elementwise(optimizer)
     if whole:
         _check_whole(optimizer, flat)
+    if (flat or whole) and is_wrapped(optimizer):
+        raise ValueError(
+            f"The program has put a function around this {type(optimizer).__name__}'s step(). It would see "
+            f"other tensors in the place of parameters: put it around step() after "
+            "fully_shard_optimizer."
+        )
     if type(optimizer) is torch.optim.Muon and "step" in vars(optimizer):
         raise ValueError(
             "Something has already wrapped this Muon's step(), perhaps a learning-rate scheduler. Create it after "
@@ -113,7 +119,7 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
 
 def is_extended(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`extend` was called."""
-    return bool(vars(optimizer).get("mfsdp_extended"))
+    return EXTENDED in vars(optimizer)
 
 
 def extend(
@@ -138,6 +144,8 @@ def extend(
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = _unbound(optimizer.step), _unbound(optimizer.zero_grad)
     over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
+    if over is not None:
+        step = functools.wraps(step)(_over(over))
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     show_unstepped(optimizer)
     if by_name:
@@ -161,10 +169,7 @@ def extend(
         try:
             for owner in owners:
                 owner.step_tracker.begin(self)
-            if over is not None:
-                result = over(functools.partial(step, self), closure)
-            else:
-                result = step(self) if closure is None else step(self, closure)
+            result = step(self) if closure is None else step(self, closure)
         except BaseException as error:
             for owner in owners:
                 owner.step_tracker.fail(error)
@@ -195,10 +200,21 @@ def extend(
     if whole:
         copy_whole = functools.partial(_copy_whole, by_name=by_name)
         vars(optimizer)["__deepcopy__"] = _bound(copy_whole, optimizer)
-    vars(optimizer)["mfsdp_extended"] = True
+    vars(optimizer)[EXTENDED] = optimizer.step
     for owner in owners:
         owner.optimizers.add(optimizer)
     return optimizer
+
+
+def _over(over: FlatStep | WholeStep) -> Callable[..., Any]:
+    """Return an optimizer's step over other tensors than its parameters, around which hooks run that see parameters."""
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        vars(self)["_opt_called"] = True  # for schedulers that were created before
+        return over(functools.partial(compat.step_without_hooks(type(self)), self), closure)
+
+    hooked: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)
+    return hooked
 
 
 def _bound(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -264,11 +280,10 @@ def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
         raise ValueError(f"whole=True: the {name} has state already. Pass it before its first step.")
     if type(optimizer) is torch.optim.Muon:
         raise ValueError("whole=True: torch.optim.Muon steps over whole matrices without it. Leave it out.")
-    if isinstance(optimizer, torch.optim.LBFGS) or depends_on_others(optimizer):
+    if why := why_not_whole(optimizer):
         raise ValueError(
-            f"whole=True: what a {name} does to a parameter depends on other parameters, and each rank steps only some "
-            "of them. Leave whole=True out: if it works on DTensors, as LBFGS does, it then gathers what it looks at. "
-            "Or use an optimizer that works on each parameter by itself."
+            f"whole=True: {why}. Or leave whole=True out: an optimizer that works on DTensors, as LBFGS does, then "
+            "gathers what it looks at."
         )
 
 

@@ -8,13 +8,15 @@ instead of hundreds. Runs are not DTensors, so even a third-party optimizer that
 of the runs' state. Checkpoints, and everything else that reads state by parameter, are unaffected. During ``step`` the
 groups hold runs.
 
-Where this is not possible (a parameter without gradient, state that differs between the parameters of a run), the
-optimizer steps the run's parameters one by one. Parameters that the model ignores are stepped by themselves.
+Where this is not possible (a parameter without gradient, numbers such as ``step`` that differ between the parameters of
+a run), the optimizer steps the run's parameters one by one. Parameters that the model ignores are stepped by
+themselves. Hooks of the program run around the whole step, and see parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 import weakref
@@ -30,14 +32,55 @@ from .. import compat
 from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
-from .trial import is_elementwise
+from .kinds import is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
 from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
 _FLAT_STEP = "mfsdp_flat_step"
 """Attribute of an optimizer with its :class:`FlatStep`."""
 _STEPPING = threading.Lock()
 """Held by a step over a bucket: in one backward, gradients in host memory may arrive on another thread than others."""
-_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+
+
+class Number:
+    """State of a run that is one number for all elements, such as ``step``.
+
+    Each parameter has one of its own, so that the program can change that of one parameter.
+
+    Args:
+        value: The run's, which the optimizer changes.
+        count: The number of parameters.
+        is_captured: Whether a CUDA graph may contain the step, so that the host reads no values.
+
+    Attributes:
+        own: Those of the parameters, ``[count, *value.shape]``.
+    """
+
+    def __init__(self, value: Tensor, count: int, is_captured: bool) -> None:
+        self._value, self.own = value, value.detach().expand(count, *value.shape).clone()
+        self._is_read = value.device.type == "cpu" and not is_captured
+        self._version = self.own._version
+
+    def show(self) -> None:
+        """Set the numbers of the parameters, after a step over the run."""
+        self.own.copy_(self._value)
+        self._version = self.own._version
+
+    def take(self) -> bool:
+        """Take over what the program has set. Return False if the numbers of the parameters differ."""
+        if self._is_read:  # values: what is written through .data, or by NumPy, has no version
+            has_changed = not torch.equal(self.own, self._value.expand_as(self.own))
+        else:
+            has_changed = self.own._version != self._version
+        if has_changed:
+            if not torch.equal(self.own, self.own[:1].expand_as(self.own)):
+                return False
+            self._value.copy_(self.own[0])
+            self.show()
+        return True
+
+    def mark_changed(self) -> None:
+        """Compare values the next time: what changes them may not increment versions."""
+        self._version = -1
 
 
 @dataclass(eq=False)
@@ -66,6 +109,8 @@ class Run:
     """The same state by parameter, as it was put into the optimizer's state."""
     sources: dict[str, Any] = field(default_factory=dict)
     """State that ``shown`` was made from."""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    """The tensors of ``state`` that are one number for all elements."""
     group: dict[str, Any] = field(default_factory=dict)
     """Their parameter group."""
 
@@ -94,11 +139,13 @@ class Run:
 
     def held(self) -> tuple[Any, ...]:
         """Return copies of what is held of the state, for :meth:`hold`."""
-        return dict(self.state), [dict(shown) for shown in self.shown], dict(self.sources)
+        return dict(self.state), [dict(shown) for shown in self.shown], dict(self.sources), dict(self.numbers)
 
-    def hold(self, state: dict[str, Any], shown: list[dict[str, Any]], sources: dict[str, Any]) -> None:
+    def hold(
+        self, state: dict[str, Any], shown: list[dict[str, Any]], sources: dict[str, Any], numbers: dict[str, Number]
+    ) -> None:
         """Hold state again as it was."""
-        self.state, self.shown, self.sources = state, shown, sources
+        self.state, self.shown, self.sources, self.numbers = state, shown, sources, numbers
 
     def is_of_its_shape(self, value: Any) -> bool:
         """Whether a state tensor has a value for each element."""
@@ -106,7 +153,19 @@ class Run:
 
     def is_for_all(self, value: Any) -> bool:
         """Whether a state value applies to all of the run's parameters."""
-        return not isinstance(value, Tensor) or (value.numel() == 1 and not self.is_of_its_shape(value))
+        if not isinstance(value, Tensor):
+            return is_plain(value)  # not a list of tensors, which have the run's shape
+        return value.numel() == 1 and not self.is_of_its_shape(value)
+
+    @property
+    def has_containers(self) -> bool:
+        """Whether state consists of more than tensors and constants, so that it may change unseen."""
+        return any(not isinstance(value, Tensor) and not is_constant(value) for value in self.state.values())
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether all state is also found by parameter."""
+        return all(self.is_for_all(value) or self.is_of_its_shape(value) for value in self.state.values())
 
 
 class FlatStep:
@@ -127,10 +186,8 @@ class FlatStep:
         """Buckets that were stepped ahead, by :meth:`step_bucket`, and are left alone by the next call."""
         self._kernels: UpdateKernels | None = None
         self._scale: Tensor | None = None
-        own = vars(optimizer).get("step", type(optimizer).step)
-        while compat.is_of_scheduler(own):
-            own = own.__wrapped__
-        self._is_wrapped = own is not type(optimizer).step
+        self.counts_calls = False
+        """Whether a step has changed what the optimizer keeps in itself or in its groups."""
         vars(optimizer)[_FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
@@ -141,19 +198,21 @@ class FlatStep:
         return optimizer
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
-        """Run ``step``, the optimizer's own, over runs."""
+        """Run ``step``, the optimizer's own without hooks, over runs."""
         loss = None
         if closure is not None:  # called once, as by elementwise optimizers, and before runs take the gradients
             with torch.enable_grad():
                 loss = closure()
+        before = kept_outside(self._optimizer)
         with self._over_runs():
             result = step()
+        self.counts_calls |= kept_outside(self._optimizer) != before
         return result if closure is None else loss
 
     @property
     def has_hooks(self) -> bool:
         """Whether something runs before or after a step that may look at what the step reads or writes."""
-        return compat.has_step_hooks(self._optimizer) or self._is_wrapped
+        return compat.has_step_hooks(self._optimizer) or is_wrapped(self._optimizer)
 
     @contextlib.contextmanager
     def compiled(self, kernels: UpdateKernels | None, scale: Tensor | None = None) -> Iterator[None]:
@@ -173,6 +232,8 @@ class FlatStep:
 
     def kernel_of(self, run: Run, kernels: UpdateKernels, scaled: bool) -> UpdateKernel | str:
         """Return the compiled step of a run, or why it has none."""
+        if kind_of(self._optimizer) != "elementwise":
+            return "the optimizer is not known to work element by element"
         if run.bucket.plan.decoupled:
             return "its gradients are decoupled_grad"
         if run.bucket.plan.keeps_memory and not takes_lr(run.memory, run.group):
@@ -203,6 +264,7 @@ class FlatStep:
         for run in itertools.chain.from_iterable(self.runs_by_bucket().values()):
             yield run.memory
             yield from (value for value in run.state.values() if isinstance(value, Tensor))
+            yield from (number.own for number in run.numbers.values())
 
     @torch.no_grad()
     def step_bucket(
@@ -236,6 +298,7 @@ class FlatStep:
         if not all(self._collect_state(run) for run in runs):
             return False
         groups, params = optimizer.param_groups, [run.group["params"] for run in runs]
+        before = kept_outside(optimizer)
         self.stepped.add(runs[0].bucket)
         try:
             optimizer.param_groups = []
@@ -255,20 +318,26 @@ class FlatStep:
             for run in runs:
                 _own_state(optimizer.state.get(run.flat, {}), gradient)
                 self._give_back(run)
+        if kept_outside(optimizer) != before:
+            raise RuntimeError(
+                f"The {type(optimizer).__name__} counts calls of step() in itself or in its groups, and was declared "
+                "to count in the state of parameters only (declare_optimizer). It was called for a part of the model."
+            )
         return True
 
     @contextlib.contextmanager
     def _over_runs(self) -> Iterator[None]:
         state = self._optimizer.state
+        is_flat = not why_not_flat(self._optimizer)  # the program may have replaced a part of its code since
         taken: list[Run] = []
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
                 tensors: list[Tensor] = [param for param in group["params"] if not isinstance(param, RowShardedTensor)]
                 for run in self._runs_of(group):
-                    if run.bucket in self.stepped or self._step_compiled(run):
+                    if run.bucket in self.stepped or (is_flat and self._step_compiled(run)):
                         continue
-                    if self._take(run):
+                    if is_flat and self._take(run):
                         taken.append(run)
                         tensors.append(run.flat)
                         if run.state:
@@ -321,31 +390,31 @@ class FlatStep:
     def _collect_state(self, run: Run) -> bool:
         state = self._optimizer.state
         held = [state.get(param) or {} for param in run.params]
-        if run.shown and all(_same_objects(shown, state_of) for shown, state_of in zip(run.shown, held, strict=True)):
-            return True
+        if (
+            run.shown
+            and not run.has_containers
+            and all(_same_objects(shown, state_of) for shown, state_of in zip(run.shown, held, strict=True))
+        ):
+            return all(number.take() for number in run.numbers.values())
         if not any(held):  # the first step, or the state was cleared
-            run.state, run.shown, run.sources = {}, [], {}
+            run.hold({}, [], {}, {})
             return True
         # Build it from the parameters' state: a checkpoint was loaded, steps were taken before, or the optimizer
         # created the state when it was constructed.
         if any(each.keys() != held[0].keys() for each in held):
             return False
+        for key, value in held[0].items():
+            if not isinstance(value, RowShardedTensor) and not all(_are_equal(value, each[key]) for each in held):
+                return False
         collected = {}
         for key, value in held[0].items():
-            values = [each[key] for each in held]
             if isinstance(value, RowShardedTensor):
                 flat = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
-                for part, whole in zip(run.cut(flat), values, strict=True):
-                    part._local_tensor.copy_(whole._local_tensor)
+                for part, each in zip(run.cut(flat), held, strict=True):
+                    part._local_tensor.copy_(each[key]._local_tensor)
                 collected[key] = flat
-            elif isinstance(value, Tensor):
-                if not all(torch.equal(value, other) for other in values):
-                    return False
-                collected[key] = value.clone()
-            elif any(other != value for other in values):
-                return False
             else:
-                collected[key] = value
+                collected[key] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         run.state, run.sources = collected, {}
         return True
 
@@ -368,33 +437,43 @@ class FlatStep:
         self._show_state(run)
 
     def _show_state(self, run: Run) -> None:
-        """Let the optimizer's state by parameter be views of the run's."""
-        if run.sources and _same_objects(run.sources, run.state):
+        """Let the optimizer's state by parameter be views of the run's, and numbers of their own."""
+        if run.sources and not run.has_containers and _same_objects(run.sources, run.state):
+            for number in run.numbers.values():
+                number.show()
             return
         state = self._optimizer.state
-        run.shown = [{} for _ in run.params]
+        run.shown, run.numbers = [{} for _ in run.params], {}
         for key, value in run.state.items():
             if run.is_of_its_shape(value):
                 for shown, part in zip(run.shown, run.cut(value), strict=True):
                     shown[key] = part
+            elif isinstance(value, Tensor) and run.is_for_all(value):
+                number = run.numbers[key] = Number(value, len(run.params), run.bucket.plan.keeps_memory)
+                for shown, part in zip(run.shown, number.own.unbind(), strict=True):
+                    shown[key] = part
             elif run.is_for_all(value):
                 for shown in run.shown:
-                    shown[key] = value
+                    shown[key] = copy.deepcopy(value)
         run.sources = dict(run.state)
         for param, shown in zip(run.params, run.shown, strict=True):
             if shown:
                 state[param] = dict(shown)
 
     def _give_up(self, run: Run) -> None:
-        """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
-        seen: set[int] = set()
-        for param in run.params:
-            state_of = self._optimizer.state.get(param) or {}
-            for key, value in state_of.items():
-                if isinstance(value, Tensor) and not isinstance(value, RowShardedTensor):
-                    if id(value) in seen:  # shared by the parameters until now
-                        value = state_of[key] = value.clone()
-                    seen.add(id(value))
+        """Prepare the parameters of a run for separate steps.
+
+        Raises:
+            RuntimeError: The optimizer keeps state for all of them together.
+        """
+        if not run.is_shown:
+            raise RuntimeError(
+                f"The {type(self._optimizer).__name__} has to step {len(run.params)} parameters of unit "
+                f"{run.bucket.plan.unit!r} one by one, because a gradient or a part of its state is missing or was "
+                "changed. It keeps state for all of them together (flat=True), which cannot be separated."
+            )
+        for number in run.numbers.values():
+            number.mark_changed()
 
     def _check_state_by_parameter(self, optimizer: torch.optim.Optimizer) -> None:
         for runs in self._runs.values():
@@ -402,8 +481,7 @@ class FlatStep:
                 for key, value in run.state.items():
                     if not run.is_for_all(value) and not run.is_of_its_shape(value):
                         raise RuntimeError(
-                            f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} of shape "
-                            f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
+                            f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
                             "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
 
@@ -433,17 +511,11 @@ def flat_step_of(optimizer: torch.optim.Optimizer) -> FlatStep | None:
     return found
 
 
-def is_for_flat(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer works element by element, as far as that can be tried."""
-    return not isinstance(optimizer, _NOT_ELEMENTWISE) and is_elementwise(optimizer)
-
-
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer does not work element by element, as far as that can be tried."""
-    if not is_for_flat(optimizer):
+    """Raise ValueError if the optimizer is not known to work element by element, or block by block."""
+    if why := why_not_flat(optimizer):
         raise ValueError(
-            f"flat=True: a {type(optimizer).__name__} does not work element by element; it needs whole parameters. Use "
-            "fully_shard_optimizer(optimizer, whole=True)."
+            f"flat=True: {why}. Or leave flat=True out; whole=True takes optimizers that step each parameter by itself."
         )
 
 
@@ -478,3 +550,9 @@ def _run(bucket: Bucket, first: int, last: int) -> Run:
 
 def _same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(other[key] is value for key, value in one.items())
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return type(one) is type(other) and one.shape == other.shape and torch.equal(one, other)
+    return bool(one == other)

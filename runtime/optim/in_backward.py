@@ -39,8 +39,8 @@ from ..memory.bucket import Bucket
 from ..memory.tensor import ACCUMULATE_HOOKS
 from ..ranks.collective_order import RESET
 from .flat_step import FlatStep, Run
+from .kinds import may_count_calls, why_not_flat
 from .tracking import OptimizedModel
-from .trial import counts_calls
 from .update_kernel import UpdateKernel, UpdateKernels
 
 _HALF_DONE = (
@@ -96,8 +96,6 @@ class StepInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer, flat: FlatStep, owners: Sequence[OptimizedModel]) -> None:
         self._optimizer, self._flat, self._owners = optimizer, flat, owners
-        self._step = compat.step_without_hooks(type(optimizer))
-        self._counts_calls = counts_calls(optimizer)
         self._steps: list[BucketStep] = []
         self._other_sources: set[Bucket] = set()
         self._has_begun = False
@@ -124,9 +122,13 @@ class StepInBackward:
                 yield bucket, its, why_all or self._why_later(bucket, its)
 
     def _why_all_later(self) -> str:
-        if self._counts_calls:
+        if why := why_not_flat(self._optimizer):
+            return why
+        if self._flat.counts_calls:
             return "the optimizer counts steps by itself, and each bucket would count as one"
-        return "hooks run before and after a step" if compat.has_step_hooks(self._optimizer) else ""
+        if self._flat.has_hooks:
+            return "code of the program runs before and after a step (a hook, or a function around step)"
+        return may_count_calls(self._optimizer)
 
     def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:
         if bucket.plan.inspected:
@@ -160,8 +162,9 @@ class StepInBackward:
         """
         if kernels is not None:
             kernels.begin_step()
+        step = compat.step_without_hooks(type(self._optimizer))
         self._steps = [
-            BucketStep(self._flat, bucket, runs, self._step, self._flat.kernels_of(runs, kernels))
+            BucketStep(self._flat, bucket, runs, step, self._flat.kernels_of(runs, kernels))
             for bucket, runs, why in self._trained()
             if not why
         ]

@@ -9,9 +9,11 @@ their rows.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
 from ..program_lines import warn
 from .flat_step import flat_step_of
+from .kinds import is_plain, kind_of
 from .whole_step import WholeStep, whole_step_of
 
 PREFIX = "module."
@@ -57,22 +60,6 @@ _NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 element, the shape does not tell. The values compute the initial number of a parameter in ``group``."""
 
 
-_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Classes whose state has the shape of its parameter, except for :data:`_NUMBERS`. That of derived classes need not."""
-
-
 def is_number(key: str) -> bool:
     """Whether state ``key`` of torch's optimizers is one number per parameter."""
     return key in _NUMBERS
@@ -80,7 +67,7 @@ def is_number(key: str) -> bool:
 
 def is_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known that the state of an optimizer consists of numbers and of tensors shaped like parameters."""
-    return type(optimizer) in _BY_ELEMENT
+    return kind_of(optimizer) == "elementwise" and type(optimizer).__module__.startswith("torch.optim.")
 
 
 def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
@@ -273,13 +260,13 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     setattr(twin, param.mfsdp_handle.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
     vars(beside).update(
-        {key: value for key, value in vars(optimizer).items() if key not in _OVERRIDDEN},
+        _copied_attributes(optimizer),
         state=defaultdict(dict),
-        param_groups=[{**group, "params": [twin]}],
+        param_groups=[{**{key: _copy(value) for key, value in group.items() if key != "params"}, "params": [twin]}],
         _optimizer_step_pre_hooks=OrderedDict(),
         _optimizer_step_post_hooks=OrderedDict(),
     )
-    type(optimizer).step(beside)
+    compat.step_without_hooks(type(optimizer))(beside)
     state: dict[str, Any] = {}
     for key, value in beside.state[twin].items():
         if key in _NUMBERS:
@@ -293,6 +280,29 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         else:
             state[key] = value
     return state
+
+
+def _copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of an optimizer's attributes, so that a step of a copy changes nothing of the program.
+
+    Raises:
+        TypeError: One is an object of the program, such as another optimizer, which the step may change.
+    """
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name in _OVERRIDDEN or name in ("state", "param_groups") or "mfsdp" in name:
+            continue
+        is_of_torch = name == "defaults" or name.endswith("_hooks") or type(optimizer).__module__.startswith("torch.")
+        if not (is_of_torch or isinstance(value, (Tensor, type, FunctionType)) or is_plain(value)):
+            raise TypeError(f"its attribute {name!r} is a {type(value).__name__}, which a step may change")
+        found[name] = _copy(value)
+    return found
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if is_plain(value) else value
 
 
 _OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict")

@@ -14,10 +14,10 @@ The trace is of the plain form of the step (``foreach=False, fused=False``). Its
 ``optimizer.step()``, up to the rounding of a kernel that keeps intermediate values in registers. The state stays where
 it is: the kernel writes to the optimizer's own tensors.
 
-A trace does not see everything that a step may depend on. Therefore settings and plain attributes are part of the key
-of a kernel, other attributes are refused, and each kernel is tried on small tensors beside the optimizer's own step
-before it is used. What is refused, the optimizer steps by itself. Not seen are changes of what belongs to neither the
-optimizer nor its class, such as a global variable that a step reads.
+A trace does not see everything that a step may depend on. Therefore settings, plain attributes, and plain variables
+that the code of the step reads are part of the key of a kernel, and other objects are refused (:mod:`.constants`). What
+is refused, the optimizer steps by itself. The generated code is compared with the optimizer's own step on small tensors
+before it is used, by a copy that shares nothing with the optimizer that a step could change.
 
 torch.compile traces optimizers likewise (https://pytorch.org/tutorials/recipes/compiling_optimizer.html), with the
 numbers computed in float32 tensors on the device. Here Python computes them, as in a step that is not compiled.
@@ -38,7 +38,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import compat
-from .trial import is_of_torch
+from .constants import CHANGING, OF_ALL, OF_SCHEDULERS, CannotCompile, plain_attributes, plain_settings, settings
+from .kinds import is_of_torch, is_plain
 
 _LENGTH = 1 << 20
 """Length of the tensors that a step is traced with. The kernel takes any; the compiler tunes it for such a length."""
@@ -46,22 +47,12 @@ _TRIED = 1000
 """Length of the tensors that a kernel is tried with."""
 _MOST = 3
 """With how many settings a group's step is compiled. If they change more often, it is no longer compiled."""
-_CHANGING = frozenset({"params", "param_names", "lr"})
-"""What a parameter group has besides the settings that a trace holds as constants."""
-OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
-"""What schedulers keep in a parameter group: tensors if the learning rate is one. torch's optimizers do not read it."""
-_OF_ALL = frozenset({"defaults", "state", "param_groups", "_opt_called"})
-"""Attributes of all optimizers, which are looked at elsewhere, or by schedulers only."""
 
 _RATES = itertools.count(1)
 """Learning rates of groups whose parameters are not stepped."""
 
 Step = Callable[[torch.optim.Optimizer], Any]
 aten = torch.ops.aten
-
-
-class CannotCompile(Exception):
-    """A step cannot be compiled; says why."""
 
 
 class UpdateKernel:
@@ -182,11 +173,11 @@ class UpdateKernels:
         """Return what a trace over parameters of a group holds as constants, as text."""
         if (text := self._now.get(id(group))) is None:
             optimizer = self._optimizer
-            constants = [_plain_settings(group)]
+            constants = [plain_settings(group)]
             if not is_of_torch(optimizer):  # those read nothing else
                 if held := [name for name in OF_SCHEDULERS if isinstance(group.get(name), Tensor)]:
                     raise CannotCompile(f"its setting {held[0]!r} is a {type(group[held[0]]).__name__}")
-                constants += [_plain_attributes(optimizer), *map(_plain_settings, optimizer.param_groups)]
+                constants += [plain_attributes(optimizer), *map(plain_settings, optimizer.param_groups)]
                 if not all(isinstance(key, Tensor) for key in optimizer.state):
                     raise CannotCompile("the optimizer keeps state that belongs to no parameter")
             text = self._now[id(group)] = repr(constants)
@@ -210,9 +201,9 @@ class UpdateKernels:
             *([_like(group["lr"])] if lr_is_input else []),
             *(_like(state[name]) for name in tensors),
         ]
-        settings = {name: False for name in ("foreach", "fused") if name in group}
+        forms = {name: False for name in ("foreach", "fused") if name in group}
         if "capturable" in group:  # otherwise the host would read counters that are on the device
-            settings["capturable"] = any(state[name].ndim == 0 for name in tensors)
+            forms["capturable"] = any(state[name].ndim == 0 for name in tensors)
 
         def run(*values: Tensor) -> None:
             counted, (param, gradient, *rest) = list(values[: len(given)]), values[len(given) :]
@@ -220,7 +211,7 @@ class UpdateKernels:
                 gradient = gradient * rest.pop(0)
             lr = rest.pop(0) if lr_is_input else counted.pop(0).item()
             held = dict(zip((*counters, *tensors), (*counted, *rest), strict=True))
-            changed = settings | ({"lr": lr} if "lr" in group else {})
+            changed = forms | ({"lr": lr} if "lr" in group else {})
             param.requires_grad_().grad = gradient
             self._step_twin(group, changed, param, {name: held[name] for name in state})
 
@@ -259,13 +250,13 @@ class UpdateKernels:
             _copy(each) | ({"params": [param], **changed} if each is group else others)
             for each in optimizer.param_groups
         ]
-        attributes = {name: value if name in _OF_ALL else _copy(value) for name, value in vars(optimizer).items()}
+        attributes = {name: value if name in OF_ALL else _copy(value) for name, value in vars(optimizer).items()}
         held: dict[Tensor, dict[str, Any]] = defaultdict(dict, {param: dict(state)})
         vars(twin).update(attributes, param_groups=groups, state=held)
-        before = repr((_plain_attributes(twin), [*map(_settings, groups)]))
+        before = repr((plain_attributes(twin), [*map(settings, groups)]))
         self._step(twin)
         param.grad = None
-        if repr((_plain_attributes(twin), [*map(_settings, groups)])) != before:
+        if repr((plain_attributes(twin), [*map(settings, groups)])) != before:
             raise CannotCompile("the optimizer keeps something outside of its state")
         if held.keys() - {param}:
             raise CannotCompile("the optimizer keeps state that belongs to no parameter")
@@ -321,51 +312,10 @@ def takes_lr(flat: Tensor, group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable")) and isinstance(lr, Tensor) and lr.ndim == 0 and lr.device == flat.device
 
 
-def _settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return sorted(
-        (name, value)
-        for name, value in group.items()
-        if name not in _CHANGING and not (name in OF_SCHEDULERS and isinstance(value, Tensor))
-    )
-
-
-def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = _settings(group)
-    for name, value in found:
-        if not _is_plain(value):
-            raise CannotCompile(f"its setting {name!r} is a {type(value).__name__}")
-    return found
-
-
-def _plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an optimizer that its step may read: its own, and plain ones of its classes."""
-    if is_of_torch(optimizer):
-        return []
-    found: list[tuple[str, Any]] = [("defaults", _plain_settings(optimizer.defaults))]
-    kinds = itertools.takewhile(lambda kind: kind is not torch.optim.Optimizer, type(optimizer).__mro__)
-    found += [(f"{kind.__name__}.{n}", v) for kind in kinds for n, v in vars(kind).items() if _is_plain(v)]
-    for name, value in vars(optimizer).items():
-        replaces_method = hasattr(torch.optim.Optimizer, name)
-        if name in _OF_ALL or replaces_method or name.endswith("_hooks") or "mfsdp" in name:
-            continue
-        if not _is_plain(value):
-            raise CannotCompile(f"its attribute {name!r} is a {type(value).__name__}")
-        found.append((name, value))
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device))
-
-
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: each if name in _CHANGING else _copy(each) for name, each in value.items()}
-    return copy.deepcopy(value) if _is_plain(value) else value
+        return {name: each if name in CHANGING else _copy(each) for name, each in value.items()}
+    return copy.deepcopy(value) if is_plain(value) else value
 
 
 def _refused(flat: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str:

@@ -123,4 +123,3 @@ def _check_write(func: Any, writes: Sequence[Tensor], tensors: Sequence[Tensor])
     own = next((t for t in tensors if is_own(t) and (t.is_floating_point() or t.is_complex())), None)
     if own is not None and not tensors_are_own() and any(t.requires_grad for t in (own, *writes)):
         refuse_write_of_own(func, next(t for t in writes if isinstance(t, (RowShardedTensor, RowView))), own)
-

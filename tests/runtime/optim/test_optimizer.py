@@ -18,9 +18,8 @@ import zoo
 from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import declare_optimizer, fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.rows import RowSplit
@@ -28,7 +27,6 @@ from mfsdp_compile.runtime.geometry.topology import Group
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.optim.state import shard_state
-from mfsdp_compile.runtime.optim.trial import depends_on_others, is_elementwise
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
@@ -479,11 +477,14 @@ def test_flat_steps_with_a_closure() -> None:
 def test_flat_steps_see_whole_blocks() -> None:
     """Flat tensors include the padding behind a parameter, down to the last block of a shard."""
     model = fully_shard_model(parity.build(zoo.Uneven), optimizer_block_size=64)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(decay_groups(model), lr=0.1), flat=True)
     sizes: list[int] = []
-    optimizer.register_step_pre_hook(
-        lambda o, *_: sizes.extend(p.numel() for g in o.param_groups for p in g["params"] if p.numel() > 1)
-    )
+
+    @declare_optimizer("elementwise")
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            sizes.extend(p.numel() for group in self.param_groups for p in group["params"] if p.numel() > 1)
+
+    optimizer = fully_shard_optimizer(Watched(decay_groups(model), lr=0.1), flat=True)
     set_gradients(params_of(model), 0)
     optimizer.step()
     assert sizes
@@ -531,6 +532,7 @@ def test_flat_steps_leave_a_loaded_state_dict_as_it_is(fake_world: int) -> None:
     assert {float(held["step"]) for held in loaded["state"].values()} == {1.0}
 
 
+@declare_optimizer("blockwise")
 class BlockwiseAdam(torch.optim.Optimizer):
     """An Adam with 8-bit momentum and a scale per 256 elements.
 
@@ -614,6 +616,7 @@ def test_optimizers_that_look_at_whole_matrices(name: str) -> None:
 # -- whole parameters -------------------------------------------------------------------------------------------------
 
 
+@declare_optimizer("per_parameter")
 class Preconditioned(torch.optim.Optimizer):
     """Like Shampoo, on one side: needs whole matrices, and keeps a state of another shape. Begins after 25 steps."""
 
@@ -729,8 +732,8 @@ class Together(torch.optim.SGD):
 def test_whole_steps_that_depend_on_other_parameters_are_refused(fake_world: int) -> None:
     model = fully_shard_model(nn.Linear(4, 6))
     for optimizer, words in (
-        (Together(model.parameters()), "does to a parameter depends on other parameters"),
-        (torch.optim.LBFGS(model.parameters()), "does to a parameter depends on other parameters"),
+        (Together(model.parameters()), "a Together is not known to step each parameter by itself.*declare_optimizer"),
+        (torch.optim.LBFGS(model.parameters()), "a LBFGS does not step each parameter by itself"),
         (torch.optim.Muon([model.module.weight]), "steps over whole matrices without it"),
     ):
         with pytest.raises(ValueError, match=f"whole=True: .*{words}"):
@@ -739,22 +742,6 @@ def test_whole_steps_that_depend_on_other_parameters_are_refused(fake_world: int
         fully_shard_optimizer(Together(model.parameters()), flat=True)
     with pytest.raises(ValueError, match="flat=True and whole=True contradict"):
         fully_shard_optimizer(torch.optim.SGD(model.parameters()), flat=True, whole=True)
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_trials_leave_optimizers_alone(name: str) -> None:
-    cls, settings = OPTIMIZERS[name]
-    optimizer = cls([nn.Parameter(torch.ones(3, 2))], **settings)
-    optimizer.register_step_post_hook(lambda *_: pytest.fail("a trial runs hooks"))
-    hook = register_optimizer_step_pre_hook(lambda *_: pytest.fail("a trial runs global hooks"))
-    before, state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
-    try:
-        assert is_elementwise(optimizer)
-        assert not depends_on_others(optimizer)
-    finally:
-        hook.remove()
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])

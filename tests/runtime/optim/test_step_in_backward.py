@@ -26,6 +26,7 @@ from mfsdp_compile import (
     MixedPrecisionPolicy,
     OptimizerOffloadPolicy,
     compile_step,
+    declare_optimizer,
     fully_shard_model,
     fully_shard_optimizer,
 )
@@ -35,10 +36,10 @@ from mfsdp_compile.passes import roles
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.optim.flat_step import FlatStep
-from mfsdp_compile.runtime.optim.trial import counts_calls
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 
+@declare_optimizer("elementwise")
 class Lion(torch.optim.Optimizer):
     """Lion (https://arxiv.org/abs/2302.06675), as programs write it."""
 
@@ -56,6 +57,7 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(param.grad, 0.01)
 
 
+@declare_optimizer("elementwise")
 class CountsInGroups(Lion):
     """Counts steps in its groups, as Apex's and DeepSpeed's fused optimizers do."""
 
@@ -128,6 +130,7 @@ class Trained:
                 self.optimizer,
                 max_norm=max_norm,
                 accumulation=accumulation,
+                divide_loss=True,
                 compile_optimizer=compile_optimizer,
                 backend=backend,
                 options=options,
@@ -533,13 +536,6 @@ def test_compiled_steps_in_host_memory() -> None:
 def test_optimizers_without_flat_steps() -> None:
     trained = check(EAGER, ahead=False, flat=False)
     assert "flat=True" in trained.step.explain()
-
-
-def test_what_counts_calls() -> None:
-    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
-    assert counts_calls(CountsInGroups(params))
-    assert not counts_calls(Lion(params))
-    assert not counts_calls(torch.optim.AdamW(params))
 
 
 # -- between steps ----------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import declare_optimizer, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
 
+@declare_optimizer("per_parameter")
 class Nested(torch.optim.Optimizer):
     """Momentum, and statistics of each dimension in nested lists, as SOAP and Shampoo hold them; more of it later."""
 
