@@ -29,8 +29,10 @@ from .context import Context, NodeKind, Report
 
 _REGION = 1_000_000_000
 _aten = torch.ops.aten
-_COPIES = (_aten.clone.default, _aten.contiguous.default)
+_COPIES = (_aten.clone.default, _aten.contiguous.default, _aten._unsafe_view.default)
 _MAXIMA = (_aten.max.default, _aten.amax.default)  # of absolute values: layers make scales from them
+_JOINS = (_aten.cat.default, _aten.stack.default)
+_SHIFTS = (_aten.__rshift__.Scalar, _aten.__lshift__.Scalar)  # which have no tag
 
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
@@ -54,8 +56,9 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def _derived(gather: roles.Gather) -> list[fx.Node]:
     """Return what is computed from the gathered parameters alone, elementwise, without maxima and scales.
 
-    These are casts (from autocast), weights that a layer quantizes, and transposed copies, with their views. A backward
-    that saved them would hold whole parameters.
+    These are casts (from autocast), weights that a layer quantizes or dequantizes, and transposed copies, with their
+    views. A backward that saved them would hold whole parameters. Smaller inputs of the graph may be used too, such as
+    the table of the values that a weight of 4 bits can have.
     """
     pending = [*([gather.whole] if gather.whole is not None else []), *gather.views]
     large, small = set(pending), set[fx.Node]()  # what is computed from them alone
@@ -65,7 +68,7 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
             sources = roles.tensor_inputs(user)
             if user in large or user in small or not _is_elementwise(user):
                 continue
-            if all(s in large or s in small or roles.has_kind(s, NodeKind.SCALES) for s in sources):
+            if all(s in large or s in small or _is_small_input(s, user) for s in sources):
                 pending.append(user)
                 if large.isdisjoint(sources) or _is_small(user):
                     small.add(user)
@@ -75,15 +78,24 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
     return derived
 
 
+def _is_small_input(node: fx.Node, user: fx.Node) -> bool:
+    if roles.has_kind(node, NodeKind.SCALES):
+        return True
+    return node.op == "placeholder" and _numel(node) < _numel(user) and not compat.is_backward_node(user)
+
+
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether a node is a view, a cast, a copy, an elementwise operator, a maximum, or quantizes.
+    """Whether a node is a view, a cast, a copy, an elementwise operator, a maximum, a look-up in a table that is an
+    input, joins tensors, or quantizes.
 
     Random numbers are not: recomputed, they would be others.
     """
     if roles.is_view(node) or roles.is_of_quantized(node):
         return True
-    if node.target in (*roles.CASTS, *_COPIES, *_MAXIMA, roles.QUANTIZE):
+    if node.target in (*roles.CASTS, *_COPIES, *_MAXIMA, *_JOINS, *_SHIFTS, roles.QUANTIZE):
         return True
+    if node.target is _aten.index.Tensor:
+        return node.all_input_nodes[0].op == "placeholder"
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import torch
 
+from . import bitsandbytes as bitsandbytes
 from . import torchao as torchao
+from . import torchao_nf4 as torchao_nf4
 from . import transformer_engine as transformer_engine
 from .version import *
 

@@ -36,8 +36,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..formats.casts import Casts
 from ..formats.extension import FORM as EXTENSION
+from ..formats.packed import PACKED, PackedWeight, Weight
 from ..geometry.partition import Partition
 from ..memory.bucket import ParamHandle
+from ..memory.tensor import RowShardedTensor
 from ..owner import refuse_dropped
 from ..program_lines import warn
 from .engine import Window
@@ -97,7 +99,8 @@ def shard_module(module: nn.Module, handles: Mapping[str, ParamHandle], window: 
     are_complex = tuple(handle.bucket.plan.is_complex for handle in handles.values())
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
-    module.__class__ = _sharded_class(cls, tuple(handles), computed, scalings, are_complex, casts)
+    packed = tuple((name, tuple(part.attribute for part in its.parts)) for name, its in state.get(PACKED, {}).items())
+    module.__class__ = _sharded_class(cls, tuple(handles), computed, scalings, are_complex, packed, casts)
 
 
 def release_module(module: nn.Module) -> None:
@@ -167,11 +170,16 @@ def _sharded_class(
     partitions: tuple[Partition | None, ...],
     scalings: tuple[str, ...],
     are_complex: tuple[bool, ...],
+    packed: tuple[tuple[str, tuple[str, ...]], ...],
     casts: Casts,
     methods: tuple[str, ...] = (),
 ) -> type[nn.Module]:
     """Make the class of sharded modules of a class, of which some ``methods`` other than ``forward`` open a window
-    too."""
+    too.
+
+    Args:
+        packed: Attributes with packed weights, and those of their parts; see :mod:`..formats.packed`.
+    """
     namespace: dict[str, Any] = {
         name: _parameter_property(cls, name, partition, scaling, is_complex)
         for name, partition, scaling, is_complex in zip(attributes, partitions, scalings, are_complex, strict=True)
@@ -179,10 +187,15 @@ def _sharded_class(
     namespace |= {
         _WHOLE + name: compat.read_not_traced(_whole(name)) for name, scaling in zip(attributes, scalings, strict=True)
     }
-    namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
+    forward = cls.forward
+    for name, parts in packed:
+        read = _packed_reader(name, tuple(namespace[part].fget for part in parts))
+        namespace[name] = _packed_property(namespace[name].fget, read)
+        forward = compat.bitsandbytes.forward_of(cls, read) or forward
+    namespace["forward"] = _forward_in_window(cls, forward, any(scalings), EXTENSION in scalings, casts)
     namespace |= {name: casts.around(_in_window(getattr(cls, name))) for name in methods}
     namespace[_CASTS] = casts
-    namespace[_MADE_OF] = (cls, attributes, partitions, scalings, are_complex, casts), methods
+    namespace[_MADE_OF] = (cls, attributes, partitions, scalings, are_complex, packed, casts), methods
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -191,9 +204,12 @@ def _sharded_class(
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
-def _forward_in_window(cls: type[nn.Module], gets_quantized: bool, gets_extensions: bool, casts: Casts) -> Any:
+def _forward_in_window(
+    cls: type[nn.Module], own: Callable[..., Any], gets_quantized: bool, gets_extensions: bool, casts: Casts
+) -> Any:
+    """Open a window around ``own``, the forward of sharded modules of a class."""
     is_layer = compat.transformer_engine.is_layer(cls)
-    forward = casts.around(_in_window(_lending(cls.forward) if is_layer else cls.forward))
+    forward = casts.around(_in_window(_lending(own) if is_layer else own))
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
     # Parts of layers of Transformer Engine would be graphs that return quantized weights. The methods of parameters
     # that gather themselves are a user's code, around a collective.
@@ -323,6 +339,46 @@ def _parameter_property(
             if compat.transformer_engine.writes_gradients(self) and part.ndim > 1:
                 runtime.parameters.offer_gradient(handle, part)
         return part if partition is None else partition.of_part(part)
+
+    return property(get)
+
+
+def _packed_reader(
+    name: str, parts: tuple[Callable[[nn.Module], Tensor], ...]
+) -> Callable[[nn.Module], tuple[Weight, tuple[Tensor, ...]]]:
+    """Create the function that returns a packed weight without its memory, and the tensors of it.
+
+    Args:
+        parts: Getters of the parameters that it consists of.
+    """
+
+    def read(self: nn.Module) -> tuple[Weight, tuple[Tensor, ...]]:
+        packed: PackedWeight = self._mfsdp_packed[name]  # type: ignore[index,assignment]
+        return packed.weight, packed.tensors(self, [part(self) for part in parts])
+
+    return read
+
+
+def _packed_property(
+    bytes_of: Callable[[nn.Module], Tensor], read: Callable[[nn.Module], tuple[Weight, tuple[Tensor, ...]]]
+) -> property:
+    """Create the property of a packed weight: where others are gathered, the library's own tensor.
+
+    Args:
+        bytes_of: Getter of the parameter with its packed values.
+        read: See :func:`_packed_reader`.
+    """
+
+    @compat.python_only
+    def get(self: nn.Module) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            weight, tensors = read(self)
+            return weight.connect(tensors)
+        if isinstance(held := bytes_of(self), RowShardedTensor):
+            return held
+        with compat.below_function_transforms(), torch.no_grad():
+            weight, tensors = read(self)
+            return weight.wrap(tensors)
 
     return property(get)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from ..eager.modules import is_sharded, release_module, shard_module
 from ..eager.save_methods import guard_saving
 from ..eager.units import EagerUnit
 from ..formats.casts import Casts
+from ..formats.packed import take_apart
 from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap
 from ..geometry.layout import LayoutPolicy
@@ -119,25 +121,27 @@ def shard_model(
     initializer = options.from_meta if meta.has_meta(module) else None
     topology = replace(topology, inspects=options.gradient_policy.report_nan, in_order=is_deterministic())
     communicators.warn_of_idle_settings(topology, options.communication)
-    plan = _agree_on_plan(module, topology, every, device, options, initializer)
-    members = Membership.of(plan, topology, every, options.check_values)
-    if members.folds_experts:
-        shared = plan.describe_shared_experts(options.check_values)
-        members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
-    communicators.check_zero_cta(topology, every, options.communication)
-    members.make_communicators(options.communication, options.overlap)
-    for size in sorted({bucket.sums_within for bucket in plan.buckets} - {0}):
-        members.topology.make_levels(size)
-    if options.registers != "never":
-        check_allocator(members.group_names, device)
-    coordinator = Coordinator(members, type(module).__name__, [name for name, _ in module.named_parameters()])
+    with contextlib.ExitStack() as undoing:
+        plan = _agree_on_plan(module, topology, every, device, options, initializer, undoing)
+        members = Membership.of(plan, topology, every, options.check_values)
+        if members.folds_experts:
+            shared = plan.describe_shared_experts(options.check_values)
+            members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
+        communicators.check_zero_cta(topology, every, options.communication)
+        members.make_communicators(options.communication, options.overlap)
+        for size in sorted({bucket.sums_within for bucket in plan.buckets} - {0}):
+            members.topology.make_levels(size)
+        if options.registers != "never":
+            check_allocator(members.group_names, device)
+        coordinator = Coordinator(members, type(module).__name__, [name for name, _ in module.named_parameters()])
 
-    # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
-    made = _make_units(plan, members, device, keeps_originals=initializer is not None)
-    casts = {holder: casts for holder, (_, casts) in plan.precision.borders.items()}
-    del plan  # it holds the original parameters
-    if initializer is not None:
-        _initialize(members.everyone, module, made, device, initializer)
+        # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
+        made = _make_units(plan, members, device, keeps_originals=initializer is not None)
+        casts = {holder: casts for holder, (_, casts) in plan.precision.borders.items()}
+        del plan  # it holds the original parameters
+        if initializer is not None:
+            _initialize(members.everyone, module, made, device, initializer)
+        undoing.pop_all()
     for holder in module.modules():
         for name, buffer in holder._buffers.items():
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
@@ -180,11 +184,17 @@ def _agree_on_plan(
     device: torch.device,
     options: ShardingOptions,
     initializer: meta.Initializer | None,
+    undoing: contextlib.ExitStack,
 ) -> ModelPlan:
-    """Plan how to shard the model. If planning fails on one rank, or plans differ, it fails on all ranks."""
+    """Plan how to shard the model. If planning fails on one rank, or plans differ, it fails on all ranks.
+
+    Args:
+        undoing: Gets what undoes changes of the model.
+    """
     found: list[ModelPlan] = []
 
     def describe() -> list[str]:
+        undoing.callback(take_apart(module, options.ignored))
         if initializer is not None:
             initializer.prepare(module)
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel

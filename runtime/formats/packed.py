@@ -1,0 +1,159 @@
+"""Frozen weights that libraries keep in 4 bits: bitsandbytes' ``Params4bit`` and torchao's ``NF4Tensor``.
+
+Such a weight is packed values and statistics of blocks of them. Before a model is planned, each is taken apart ::
+
+    layer.weight   Params4bit [96, 1]          layer.weight           parameter, uint8 [3, 32]   a row per block
+      .quant_state.absmax  float32 [3]         layer.weight.absmax    parameter, uint8 [3, 4]
+      .quant_state.code    float32 [16]        layer.weight.nf4       buffer, float32 [16]
+
+What grows with the weight is a frozen parameter of bytes: a part of buckets, sharded and gathered as others are.
+Nothing casts bytes, whatever the policy, nothing can train them, and they have no main weights. The rest are buffers,
+whole on each rank. All of it is in state dicts. Modules with such weights put them together again when code reads them
+(:mod:`..eager.modules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+
+PACKED = "_mfsdp_packed"
+"""Attribute of modules: their packed weights, by attribute."""
+
+_LIBRARIES: tuple[Any, ...] = (compat.bitsandbytes, compat.torchao_nf4)
+
+
+class Weight(Protocol):
+    """A library's weight without its memory. Dynamo reads it: it is plain data."""
+
+    def wrap(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the library's tensor around these."""
+
+    def connect(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The same. Dynamo traces it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a weight that grows with it.
+
+    Args:
+        attribute: Name of the parameter that holds it, as bytes.
+        dtype, shape: Those that the library knows.
+    """
+
+    attribute: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, held: Tensor) -> Tensor:
+        """Return the tensor that the library knows, in the same memory."""
+        return held.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """How to put a weight together.
+
+    Args:
+        weight: The library's weight without its memory.
+        parts: Its tensors that are sharded.
+        constants: Names of the buffers with its other tensors.
+    """
+
+    weight: Weight
+    parts: tuple[Part, ...]
+    constants: tuple[str, ...]
+
+    def tensors(self, module: nn.Module, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors of the weight.
+
+        Args:
+            held: Parameters of bytes, whole, in the order of :attr:`parts`.
+        """
+        parts = [part.of(each) for part, each in zip(self.parts, held, strict=True)]
+        return *parts, *(module._buffers[name] for name in self.constants)  # type: ignore[misc]
+
+
+def take_apart(model: nn.Module, ignored: Collection[nn.Parameter]) -> Callable[[], None]:
+    """Take the packed weights of a model apart, in place.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        NotImplementedError: A weight cannot be sharded. The model is unchanged.
+    """
+    found: dict[nn.Parameter, tuple[str, nn.Module, str, Any]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            library = next((each for each in _LIBRARIES if param is not None and each.is_weight(param)), None)
+            if param is None or library is None or param in ignored:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _check(name, param, found.get(param))
+            library.check_weight(name, param)
+            found[param] = name, module, attribute, library
+    before: dict[nn.Module, tuple[dict[str, Any], ...]] = {}
+    changed: list[tuple[nn.Module, dict[str, Any]]] = []
+    for param, (_, module, attribute, library) in found.items():
+        before.setdefault(module, tuple(map(dict, (module._parameters, module._buffers))))
+        _take_apart(module, attribute, library.parts_of(param))
+        changed.append((module, library.prepare_layer(module)))
+
+    def undo() -> None:
+        for module, (params, buffers) in before.items():
+            del vars(module)[PACKED]
+            for current, earlier in ((module._parameters, params), (module._buffers, buffers)):
+                current.clear()
+                current.update(earlier)
+        for module, had in reversed(changed):
+            vars(module).update(had)
+
+    return undo
+
+
+def _check(name: str, param: nn.Parameter, other: tuple[str, nn.Module, str, Any] | None) -> None:
+    kind = type(param.data if type(param) is nn.Parameter else param).__name__
+    if other is not None:
+        raise NotImplementedError(
+            f"Parameter {name!r} is also {other[0]!r}: a {kind} that is tied cannot be sharded. Give each module a "
+            "weight of its own."
+        )
+    if param.requires_grad:
+        raise NotImplementedError(
+            f"Parameter {name!r} is a {kind} that requires grad: weights of 4 bits cannot be trained. Freeze it "
+            "(requires_grad_(False)) and train adapters, or use an ordinary parameter."
+        )
+    if param.is_meta:
+        raise NotImplementedError(
+            f"Parameter {name!r} is a {kind} on the meta device, and has no initial value that could be computed. "
+            "Quantize the weights on a real device before fully_shard_model."
+        )
+
+
+def _take_apart(
+    module: nn.Module, attribute: str, taken: tuple[Weight, dict[str, Tensor], dict[str, Tensor], int]
+) -> None:
+    weight, tensors, constants, block = taken
+    names = {part: f"{attribute}.{part}" if part else attribute for part in tensors}
+    described = tuple(Part(names[part], tensor.dtype, tuple(tensor.shape)) for part, tensor in tensors.items())
+    for part, tensor in tensors.items():
+        held = nn.Parameter(_rows(tensor.detach(), tensor.element_size() if part else block), requires_grad=False)
+        module._parameters[names[part]] = held
+    for part, tensor in constants.items():
+        module._buffers[f"{attribute}.{part}"] = tensor.detach()
+    buffers = tuple(f"{attribute}.{part}" for part in constants)
+    vars(module).setdefault(PACKED, {})[attribute] = PackedWeight(weight, described, buffers)
+
+
+def _rows(tensor: Tensor, size: int) -> Tensor:
+    """Return the bytes of a tensor in rows of ``size`` bytes, or of single elements if they have no such rows."""
+    held = tensor.contiguous().view(-1).view(torch.uint8)
+    return held.view(-1, size if held.numel() % size == 0 else tensor.element_size())
