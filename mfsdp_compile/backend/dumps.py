@@ -42,7 +42,7 @@ class GraphFolder:
     """
 
     def __init__(self, root: Path, path: str, subject: str) -> None:
-        self._root = root
+        self._debug_folder = root
         self._path = path
         self._subject = subject
         self._passes = ""
@@ -62,7 +62,7 @@ class GraphFolder:
         try:
             self._write(phase, graph, report)
         except Exception as error:
-            folder = self._root / self._path
+            folder = self._debug_folder / self._path
             warn(f"MFSDP_DEBUG_DIR: a graph could not be written to {folder}: {error}", RuntimeWarning, by=None)
 
     def _write(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
@@ -79,16 +79,16 @@ class GraphFolder:
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
             graph = marked.graph
         text, constants = readable.source(graph, [f"{kind.capitalize()} graph of {self._subject}, {what}.", "", *lines])
-        self._write_file(f"{name}.py", text.encode())
+        self._put(f"{name}.py", text.encode())
         if constants:
             stream = io.BytesIO()
             torch.save(constants, stream)
-            self._write_file(f"{name}.pt", stream.getvalue())
+            self._put(f"{name}.pt", stream.getvalue())
         self._passes += "\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""])
-        self._write_file("passes.txt", self._passes.encode())
+        self._put("passes.txt", self._passes.encode())
 
-    def _write_file(self, name: str, content: bytes) -> None:
-        with new_file(self._root, f"{self._path}/{name}") as file:
+    def _put(self, name: str, content: bytes) -> None:
+        with new_file(self._debug_folder, f"{self._path}/{name}") as file:
             file.write(content)
 
 
