@@ -1,7 +1,7 @@
 """``mfsdp hang DIR``: find the rank that keeps a job waiting, the collective it is missing from, and where it is.
 
 Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.ranks.journal`). The collectives of a process group
-are numbered in the order in which a rank starts them. If all ranks have started a collective, it is finished or running.
+are numbered in the order in which a rank starts them. A collective that all ranks have started is finished or running.
 The job waits in the first collective that some ranks have not started: the ranks that have started it wait for these.
 """
 

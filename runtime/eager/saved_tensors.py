@@ -40,7 +40,7 @@ class _SavedView:
     offset: int
     dtype: torch.dtype
     leaf: int = -1
-    """For a parameter whose extension gathers it as several tensors: the number of the tensor that this is a view of."""
+    """For a parameter that is gathered as several tensors: the number of the tensor that this one is a view of."""
 
 
 @dataclass(frozen=True)
