@@ -161,6 +161,7 @@ def _hold_all(buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool
 
 @torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
 def _dynamo_begins(args: Any) -> None:
+    compat.check_before_tracing(mfsdp, CompileOptions.of)  # a mistake costs no time in Dynamo
     if not any_exists():
         return
     if args.callback_trigger.name == "LAZY_BACKWARD":

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import _compile
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
@@ -36,6 +37,7 @@ __all__ = [
     "add_parameter_placeholder",
     "before_compiled_call",
     "called_by_guards",
+    "check_before_tracing",
     "checkpoint_policy",
     "compilation_metrics",
     "compile_module",
@@ -303,11 +305,14 @@ def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) 
 
 
 def concrete(size: Any) -> int:
-    """Return a size as a number; for a symbolic size, the number it had when the graph was traced."""
+    """Return a size as a number; for a symbolic size, the number it had when the graph was traced.
+
+    A size that is no number, such as that of the lengths in a jagged tensor, counts as 1.
+    """
     if isinstance(size, int):
         return size
     hint = size.node.hint
-    return int(hint) if hint is not None else 1
+    return hint if isinstance(hint, int) else 1
 
 
 def is_multiple(size: Any, of: int) -> bool:
@@ -468,3 +473,24 @@ def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> 
     if begin not in handler.start_callbacks:
         handler.register_start_callback(begin)
         handler.register_end_callback(end)
+
+
+def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any], Any]) -> None:
+    """Call ``check(options, mode)`` with what ``torch.compile(backend=backend)`` was called with, as Dynamo begins.
+
+    Dynamo says nothing there of whom it compiles for; the frame that does it knows.
+
+    Raises:
+        BackendCompilerFailed: ``check`` has raised, as if the backend had.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _compile.__code__:
+        frame = frame.f_back
+    compiler = getattr(frame.f_locals["compiler_fn"], "_torchdynamo_orig_backend", None) if frame is not None else None
+    if getattr(compiler, "compiler_fn", None) is not backend:
+        return  # it is for another backend
+    given = compiler.kwargs  # type: ignore[union-attr]
+    try:
+        check(given.get("options"), given.get("mode"))
+    except Exception as error:
+        raise BackendCompilerFailed(backend, error, None).with_traceback(error.__traceback__) from None  # type: ignore[arg-type]

@@ -305,6 +305,26 @@ def test_wrong_compile_options(options: dict[str, Any], error: type[Exception], 
     assert isinstance(caught.value.inner_exception, error)
 
 
+class _Untraceable(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({"options": {"loss_chunk": 8}}, "Did you mean 'loss_chunks'"), ({"mode": "max-autotune"}, "mode='max-autotune'")],
+)
+def test_options_are_checked_before_anything_is_traced(given: dict[str, Any], match: str) -> None:
+    model = fully_shard_model(_Untraceable(8, 8))
+    for compiled in (model, lambda x: model(x)):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match):
+            torch.compile(compiled, backend="mfsdp", fullgraph=True, **given)(torch.randn(2, 8))
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # what tracing says
+        torch.compile(model, backend="mfsdp", fullgraph=True)(torch.randn(2, 8))
+
+
 @pytest.mark.usefixtures("fake_world")
 def test_compile_modes_are_refused() -> None:
     model = fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto")
