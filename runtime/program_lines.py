@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+import sysconfig
 import threading
 import traceback
 import warnings
@@ -21,8 +21,12 @@ _RUNTIME = Path(compat.__file__).parents[1]
 PACKAGE_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes"))
 """Folders of this package's frames. A source checkout has passes and runtime next to the package."""
 TORCH_FOLDER = f"{compat.TORCH_FOLDER}{os.sep}"
-_OTHERS = (*PACKAGE_FOLDERS, TORCH_FOLDER, contextlib.__file__, threading.__file__, "<")
-"""Paths of frames that are not the program's own. Context managers and decorators run in frames of contextlib."""
+_OTHERS = (*PACKAGE_FOLDERS, TORCH_FOLDER, "<")
+"""Paths of frames that are not the program's own."""
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+"""Folder of Python's own modules: context managers run in frames of one, and so do waits for locks and queues."""
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), f"{_PYTHON}site-packages")
+"""Folders of libraries, which may be inside of that of Python."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0) -> None:
@@ -58,8 +62,9 @@ def _outermost(frame: FrameType) -> FrameType:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is the program's own."""
-    return not (file.startswith(_OTHERS) or compat.is_generated(file))
+    """Whether a file is the program's own, or of a library that it uses."""
+    is_of_python = file.startswith(_PYTHON) and not file.startswith(_INSTALLED)
+    return not (is_of_python or file.startswith(_OTHERS) or compat.is_generated(file))
 
 
 def main_frame() -> FrameType:
@@ -72,6 +77,15 @@ def is_in_package(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
         frame = frame.f_back
     return frame is not None
+
+
+def line_outside(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the program itself; None if this package has called what runs now."""
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+            return None
+        frame = frame.f_back
+    return program_line(frame)
 
 
 def program_line(frame: FrameType | None) -> str | None:

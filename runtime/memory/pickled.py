@@ -3,8 +3,9 @@ there.
 
 A pickle holds this rank's rows, and which rows of which parameter they are. It is read where a model has the same
 parameter with the same rows: in the same place of a bucket of the same layout, which depends on the number of ranks.
-The process groups are those of that model. Reading it calls nothing but :func:`rebuild`, so ``weights_only=True``
-allows it.
+The process groups are those of that model. Reading it calls nothing but :func:`rows_of_one_rank`, so
+``weights_only=True`` allows it. A process that has not imported this package gets torch's error, which has the name of
+that function.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..program_lines import warn
 from .bucket import Bucket, all_buckets
 from .tensor import RowShardedTensor
+
+WHOLE = (
+    "For whole weights, call mfsdp_compile.checkpoint.full_state_dict(model) on every rank, and save what rank 0 gets; "
+    "Checkpoints.save and torch.distributed.checkpoint write files that any number of ranks can read."
+)
+"""What to save instead."""
 
 
 def _where(bucket: Bucket, index: int) -> tuple[Any, ...]:
@@ -36,13 +44,20 @@ def _reduce(tensor: RowShardedTensor) -> tuple[Callable[..., Tensor], tuple[Any,
         local = local.clone()  # a part of a gathered bucket, which would be written whole
     key = _key(replace(split, inner=None), tensor.topology.shard)
     is_param = isinstance(tensor, nn.Parameter)
-    return rebuild, (local, split.name, split.layout.world_size, key, tensor.requires_grad, is_param)
+    if split.layout.world_size > 1:
+        warn(
+            "A sharded tensor is pickled, by torch.save for example. The file gets the rows of this rank alone (shard "
+            f"{tensor.topology.shard} of {split.layout.world_size}), which only the same rank of a model that is "
+            f"sharded alike can read. {WHOLE}",
+            by=None,
+        )
+    return rows_of_one_rank, (local, split.name, split.layout.world_size, key, tensor.requires_grad, is_param)
 
 
 copyreg.pickle(RowShardedTensor, _reduce)
 
 
-def rebuild(
+def rows_of_one_rank(
     local: Tensor, name: str, shards: int, key: tuple[Any, ...], requires_grad: bool, is_param: bool
 ) -> RowShardedTensor:
     """Return the tensor that was pickled.
@@ -80,9 +95,10 @@ def rebuild(
         else:
             why = "here it is sharded differently (other parameters in its unit, shapes or settings)"
     raise RuntimeError(
-        f"{name!r} was pickled as shard {key[2]} of {shards} ranks, but {why}. Files that any number of ranks can read "
-        "are written by torch.distributed.checkpoint, or with tensor.full_tensor()."
+        f"{name!r} was pickled as shard {key[2]} of {shards} ranks, but {why}. The file has the rows of one rank. "
+        f"{WHOLE}"
     )
 
 
-torch.serialization.add_safe_globals([rebuild])
+rebuild = rows_of_one_rank  # the name in files of earlier versions
+torch.serialization.add_safe_globals([rows_of_one_rank, (rows_of_one_rank, f"{__name__}.rebuild")])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import compat
 from .collective_order import Order
-from .lifeline import ask
+from .lifeline import Answers, ask
 from .notices import Notice, ended, found, key_of, last_told, ranks_text
 
 ENDING = 1.0
@@ -48,7 +48,7 @@ class Guarded:
             return
         self.due = now + min(self.patience / 4, PAUSE) - ANSWER
         others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank()]
-        _, silent = ask(store, others, ANSWER)
+        silent = ask(store, others, ANSWER).silent
         self.silent = {rank: self.silent.get(rank, now) for rank in silent}
         if late := [rank for rank, since in self.silent.items() if now - since >= self.patience]:
             self.why = f"The process of {ranks_text(late)} has not answered for {self.patience:.0f} s."
@@ -73,13 +73,11 @@ def why_failed(live: Collection[Order], guarded: Collection[Guarded], error: Run
                 return f"{abandoned['text']}."
         others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
         if compat.is_timeout(error):
-            gone, stopped = ask(store, others, ANSWER)
-            failed = None  # ranks that have waited as well
+            answers, failed = ask(store, others, ANSWER), None  # ranks that have waited as well
         else:
-            gone, failed = _wait_for_end(store, live, others)
-            stopped = []
+            answers, failed = _wait_for_end(store, live, others)
         groups = {order.group for order in live}
-        if silent := [rank for rank in gone if last_told(store, groups, rank) is None]:
+        if silent := [rank for rank in answers.ended if last_told(store, groups, rank) is None]:
             return (
                 f"The process of {ranks_text(silent)} has ended and could not say why: it was killed, crashed or ran "
                 "out of memory. What it printed last, or the log of its machine, tells."
@@ -91,15 +89,28 @@ def why_failed(live: Collection[Order], guarded: Collection[Guarded], error: Run
         )
     if failed is not None:
         return f"{ended(failed)}."
-    if stopped:
+    late = f"{where}." if (where := _where(answers)) else "Another rank takes longer than the process group's timeout."
+    return f"{late} `mfsdp hang` says where each rank is."
+
+
+def where_they_are(store: dist.Store, ranks: Sequence[int]) -> str:
+    """Say what keeps ranks that others have waited for, as far as their processes tell; empty if they do not."""
+    try:
+        return _where(ask(store, [rank for rank in ranks if rank != dist.get_rank()], ANSWER))
+    except (RuntimeError, OSError):  # the store is gone
+        return ""
+
+
+def _where(answers: Answers) -> str:
+    if answers.silent:
         return (
-            f"The process of {ranks_text(stopped)} does not answer: it is stopped, or something keeps Python from "
-            "running there. `mfsdp hang` says where each rank is."
+            f"The process of {ranks_text(answers.silent)} does not answer: it is stopped, or something keeps Python "
+            "from running there"
         )
-    return "Another rank takes longer than the process group's timeout. `mfsdp hang` says where each rank is."
+    return "; ".join(f"rank {rank} {text}" for rank, text in list(answers.where.items())[:4]).replace("rank", "Rank", 1)
 
 
-def _wait_for_end(store: dist.Store, live: Collection[Order], others: Sequence[int]) -> tuple[list[int], Notice | None]:
+def _wait_for_end(store: dist.Store, live: Collection[Order], others: Sequence[int]) -> tuple[Answers, Notice | None]:
     """Find out which processes have ended, and which rank has said first that it fails.
 
     While a process ends, its connections are closed one by one.
@@ -108,7 +119,8 @@ def _wait_for_end(store: dist.Store, live: Collection[Order], others: Sequence[i
     while True:
         told = [found(store, key_of(order.group, "failed")) for order in live]
         failed = next((each for each in told if each is not None and each["rank"] != dist.get_rank()), None)
-        gone, _ = ask(store, others, 0)
-        if gone or failed is not None or time.monotonic() > deadline:
-            return gone, failed
+        answers = ask(store, others, 0)
+        if answers.ended or failed is not None or time.monotonic() > deadline:
+            answers.silent.clear()  # they had no time to answer
+            return answers, failed
         time.sleep(0.1)

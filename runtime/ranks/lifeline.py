@@ -2,7 +2,8 @@
 
 Each process listens at a port, whose address is in the store, and closes what connects to it. A rank that suspects
 others :func:`asks <ask>` them: the operating system refuses connections to a process that has ended, however it ended,
-and accepts them for one that is stopped, which then does not close them.
+and accepts them for one that is stopped, which then does not close them. A process that runs says where its program is,
+which may wait for a lock for ever.
 
 For a large job to notice an end, not every rank can ask every other one. Therefore the ranks form a ring of connections
 that stay open::
@@ -27,8 +28,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -92,9 +93,14 @@ class _Neighbor:
 
 
 class Lifeline:
-    """This process for other ranks: where it listens, and its place in the ring of one store."""
+    """This process for other ranks: where it listens, and its place in the ring of one store.
 
-    def __init__(self) -> None:
+    Args:
+        where: Says where the program of this process is; empty if there is nothing to say.
+    """
+
+    def __init__(self, where: Callable[[], str] = str) -> None:
+        self._where = where
         self._token = secrets.token_hex(16)
         self._server: socket.socket | None = None
         self._store: dist.Store | None = None
@@ -215,30 +221,43 @@ class Lifeline:
                     token = rank = ""
                 if rank.isdecimal() and token == self._token:
                     self._greeted.append(_Neighbor(connection, int(rank), token))
-                else:
-                    connection.close()
+                    continue
+                with connection:
+                    if rank == _QUESTION and token == self._token:
+                        connection.sendall(self._where()[:_LENGTH].encode())
 
 
-def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[int], list[int]]:
+@dataclass
+class Answers:
+    """What ranks have answered.
+
+    Attributes:
+        ended: Ranks whose processes have ended.
+        silent: Ranks whose processes exist but do not answer: they are stopped, or something keeps Python from running.
+        where: Where the programs of others are, by rank, of those that said it.
+    """
+
+    ended: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+    where: dict[int, str] = field(default_factory=dict)
+
+
+def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> Answers:
     """Ask the first :data:`MOST` of some ranks whether they are there.
 
     Args:
         patience: Seconds to wait for answers.
-
-    Returns:
-        Ranks whose processes have ended, and ranks whose processes exist but do not answer: they are stopped, or
-        something keeps Python from running.
     """
-    begun, ended = time.monotonic(), []
+    begun, answers = time.monotonic(), Answers()
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as connections:
         for rank in ranks[:MOST]:
             if time.monotonic() > begun + REACH or (address := _address(store, rank)) is None:
                 continue
             try:
                 connection = socket.create_connection(tuple(address[:2]), timeout=REACH)
-                connection.sendall(b"?\n")
+                connection.sendall(f"{address[2]} {_QUESTION}\n".encode())
             except ConnectionRefusedError:
-                ended.append(rank)
+                answers.ended.append(rank)
             except OSError:  # unknown: the network may be at fault
                 pass
             else:
@@ -247,7 +266,15 @@ def ask(store: dist.Store, ranks: Sequence[int], patience: float) -> tuple[list[
         while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
             for answered, _ in waiting.select(left):
                 waiting.unregister(answered.fileobj)
-        return ended, [int(key.data) for key in waiting.get_map().values()]
+                with contextlib.suppress(OSError):
+                    if text := answered.fileobj.recv(4 * _LENGTH).decode(errors="replace"):  # type: ignore[union-attr]
+                        answers.where[int(answered.data)] = text
+        answers.silent = [int(key.data) for key in waiting.get_map().values()]
+        return answers
+
+
+_QUESTION = "?"
+_LENGTH = 1000
 
 
 def _address(store: dist.Store, rank: int) -> list[Any] | None:

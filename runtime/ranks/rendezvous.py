@@ -22,6 +22,7 @@ import torch.distributed as dist
 from .. import compat
 from . import compared
 from .collective_order import ADVICE, orders
+from .failed_waits import where_they_are
 from .lifeline import RankLost
 from .notices import conclude_once
 from .store_tree import branch_of
@@ -314,6 +315,8 @@ class Rendezvous:
         if verdict["kind"] == "missing":
             failures = reported_failures(self._group, verdict["ranks"][:4])
             reports = "".join(f" Before this, {report}." for report in failures)
+            if not failures and (where := where_they_are(compat.default_store(), verdict["ranks"][:4])):
+                reports = f" {where}."
             return (
                 f"{topic}: rank {culprits} did not arrive within {timeout}; the other ranks of {list(self._ranks)[:8]} "
                 f"did.{reports}"

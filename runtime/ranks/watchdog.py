@@ -45,7 +45,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from .. import compat
-from ..program_lines import is_in_package, program_line
+from ..program_lines import is_in_package, line_outside, program_line
 from . import notices
 from .collective_order import AFTER_ABORT, KEPT, Order, orders
 from .failed_waits import Guarded, why_failed
@@ -109,7 +109,8 @@ class Watchdog:
         self._due, self._pause = 0.0, TICK
         self._explained: set[str] = set()
         self._rests: dict[Order, tuple[str, int] | None] = {}
-        self._lifeline = Lifeline()
+        self._lifeline = Lifeline(self._where)
+        self._place: tuple[int, int, float] = (0, 0, 0.0)
         self._joined: dist.Store | None = None
         self._ends = threading.Event()
         self._guarded: list[Guarded] = []
@@ -287,6 +288,7 @@ class Watchdog:
         """Check once whether the program stands still, and if so, why."""
         if not dist.is_initialized():
             return
+        self._note_place()
         self._waits.take_back(self._connection())
         for guarded in list(self._guarded):
             guarded.look(self._connection())
@@ -311,6 +313,19 @@ class Watchdog:
         for order, models in live.items():
             if order.stalled is None:
                 self._look_at(order, models, mine)
+
+    def _note_place(self) -> None:
+        """Note whether the program has moved."""
+        frame = sys._current_frames().get(_thread(self._live()))
+        here = (id(frame), frame.f_lasti) if frame is not None else (0, 0)
+        if here != self._place[:2]:
+            self._place = (*here, time.monotonic())
+
+    def _where(self) -> str:
+        """Say where the program is, unless it waits for other ranks: perhaps for a lock, for ever."""
+        line = line_outside(sys._current_frames().get(_thread(self._live())))
+        stood = time.monotonic() - self._place[2]
+        return f"runs, and has been at {line} for {stood:.0f} s" if line is not None and self._place[2] else ""
 
     def _look_for_lost(self, asked: Sequence[Asking]) -> None:
         """Answer agreements in place of ranks whose processes have ended."""
@@ -488,6 +503,12 @@ def _in_program(asked: Sequence[Asking], live: Collection[Order]) -> Asking | No
     return next((each for each in asked if each.is_next or each.thread in threads), None)
 
 
+def _thread(live: Collection[Order]) -> int:
+    """Return the thread that runs the program."""
+    order = main_order(live)
+    return order.thread if order is not None else threading.main_thread().ident or 0
+
+
 def _answerable(mine: Asking | None) -> set[str]:
     """Return the key of the agreement that this rank waits in, if it may be answered for others."""
     return {mine.key} if mine is not None and not mine.is_last_resort else set()
@@ -504,9 +525,7 @@ def _other_wait(live: Collection[Order], ask: Notice) -> str | None:
 
     None if it does not wait in one, or the asking rank has started that collective.
     """
-    order = main_order(live)
-    thread = order.thread if order is not None else threading.main_thread().ident
-    name = compat.waits_in(sys._current_frames().get(thread or 0))
+    name = compat.waits_in(sys._current_frames().get(_thread(live)))
     if name is None or name not in ask["counts"]:
         return None
     group = compat.process_group(name)
@@ -527,7 +546,7 @@ def _here(order: Order | None, mine: Asking | None, wait: str | None = None) -> 
         what = journal.doing() or (order.latest if order is not None else "something else")
     frames = sys._current_frames()
     line = program_line(frames.get(mine.thread)) if mine is not None else None
-    line = line or program_line(frames.get(order.thread if order is not None else threading.main_thread().ident or 0))
+    line = line or program_line(frames.get(_thread([order] if order is not None else [])))
     at = f", at {line}" if line else ""
     come = f"has come as far as {order.latest}, {order.progress}, and " if order is not None else ""
     return f"rank {dist.get_rank()} {come}waits in {what}{at}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
+import io
 import os
 import sys
 import time
@@ -33,10 +33,6 @@ def train(way: str, mode: str, rank: int, port: int, said: Connection) -> None:
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=30))
     torch.set_num_threads(1)
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mfsdp_compile").addHandler(handler)
     model: Any = parity.build(zoo.Plain)
     if mode == FACE:
         for module in model.modules():
@@ -79,8 +75,9 @@ def train(way: str, mode: str, rank: int, port: int, said: Connection) -> None:
     except RuntimeError as error:
         text = str(error)
         if way == "barrier":  # an uncaught error
-            sys.excepthook(type(error), error, None)
-            text = "; ".join(logged)
+            with contextlib.redirect_stderr(io.StringIO()) as printed:
+                sys.excepthook(type(error), error, None)
+            text = printed.getvalue()
         said.send((text, time.monotonic() - begun))
     os._exit(0)
 

@@ -1,0 +1,261 @@
+"""Ranks that wait for one another in different operations all get an error within seconds, which names both."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from pool import on_ranks
+from test_stalls import Training, mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp_compile import fully_shard_model, save_pretrained
+from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+from mfsdp_compile.runtime.ranks.agreement import agree
+
+SECONDS = 20.0
+"""Time within which every rank must have its error. It takes about two seconds on a machine that does nothing else."""
+
+
+def shared() -> str:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def cross(training: Training, one: Callable[[], Any], other: Callable[[], Any], *names: str, late: float = 0) -> float:
+    """Let rank 1 do something else than rank 0. Assert that both raise soon, and name both operations.
+
+    Args:
+        late: Seconds after which rank 1 begins.
+
+    Returns:
+        The seconds until the last rank had its error.
+    """
+    dist.barrier()
+    begun, message = time.monotonic(), "nothing"
+    try:
+        if dist.get_rank() == 0:
+            one()
+        else:
+            time.sleep(late)
+            other()
+    except RuntimeError as error:
+        message = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (time.monotonic() - begun - late, message))
+    for took, text in everyone:
+        assert took < SECONDS, everyone
+        assert all(name in text for name in ("test_crossings.py:", *names)), everyone
+    training.model.reset()
+    return max(took for took, _ in everyone)
+
+
+@on_ranks(2, timeout=180)
+def test_every_operation_crosses_a_step() -> None:
+    training, folder = Training(), shared()
+    training.step(2)
+    model, optimizer, checkpoints = training.model, training.optimizer, Checkpoints(folder)
+    checkpoints.save(0, model, optimizer)
+    operations: dict[str, Callable[[], Any]] = {
+        "Saving a checkpoint": lambda: checkpoints.save(1, model, optimizer),
+        "save_pretrained": lambda: save_pretrained(model, f"{folder}/out"),
+        "a gather of all parameters": lambda: full_state_dict(model),
+        "A save before a load": lambda: checkpoints.load(model, optimizer),
+    }
+    for name, run in operations.items():
+        cross(training, run, training.step, name, "ank 0", "ank 1")
+        training.step(2)
+    cross(training, lambda: checkpoints.save_async(1, model), training.step, "Saving a checkpoint", late=2.0)
+    training.step()
+    cross(training, lambda: checkpoints.save(1, model), lambda: checkpoints.load(model), "Saving", "before a load")
+    training.step()
+    checkpoints.save(1, model, optimizer)
+
+
+@on_ranks(2, timeout=120)
+def test_a_save_crosses_a_collective() -> None:
+    """The other rank is blocked in a gather, or in a collective of the program itself."""
+    training, folder = Training(), shared()
+    training.step(4)  # another step asks for nothing: its first gather waits
+    save = lambda: Checkpoints(folder).save(1, training.model)  # noqa: E731
+    cross(training, lambda: training.step(2), save, "Saving a checkpoint", "gather", late=4.0)
+    over = dist.new_group(timeout=timedelta(minutes=30))
+    training.step(2)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Saving a checkpoint|closed"):
+        save() if dist.get_rank() == 0 else dist.barrier(over)
+    assert time.monotonic() < begun + SECONDS
+    training.model.reset()
+    training.step()
+
+
+@on_ranks(2, timeout=120)
+def test_groups_that_no_model_has() -> None:
+    """Agreements over different process groups cross, too, before there is a model."""
+    groups = [dist.new_group(timeout=timedelta(minutes=30)) for _ in range(2)]
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)this one.*the other|the other.*this one"):
+        agree(groups[dist.get_rank()], ("this one", "the other")[dist.get_rank()], list)
+    assert time.monotonic() < begun + SECONDS
+
+
+@on_ranks(3, timeout=120)
+def test_a_third_rank_learns_of_it() -> None:
+    training, folder = Training(), shared()
+    training.step(2)
+    message = ""
+    begun = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            Checkpoints(folder).save(1, training.model)
+        training.step()
+    except RuntimeError as error:
+        message = str(error)
+    assert "Saving a checkpoint" in message
+    assert time.monotonic() < begun + SECONDS
+    dist.barrier()
+    training.model.reset()
+    training.step()
+
+
+@on_ranks(2, timeout=120)
+def test_ranks_that_are_slow_do_not_cross() -> None:
+    """A rank that computes between two operations, while another waits in either of them, is no error."""
+    training, folder = Training(), shared()
+    training.step(2)
+    checkpoints = Checkpoints(folder)
+    for slow in range(2):
+        for run in (lambda: checkpoints.save(1, training.model), training.evaluate, training.step):
+            if dist.get_rank() == slow:
+                time.sleep(2.5)
+            run()
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            time.sleep(3)
+    training.step()
+
+
+@on_ranks(2, timeout=120)
+def test_a_rank_that_is_gone_does_not_come() -> None:
+    """A rank that has left its process group is not waited for in an agreement, though its process lives."""
+    ranks = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=30)), "cpu", mesh_dim_names=("dp",))
+    model: Any = fully_shard_model(parity.build(zoo.Plain), ranks, fsdp_unit_modules=[zoo.Block])
+    model(torch.ones(2, 8)).sum().backward()
+    from mfsdp_compile.runtime.ranks.watchdog import watchdog
+
+    folder = shared()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        watchdog._end_models("had destroyed its process group", None)
+        time.sleep(6)
+    else:
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="Rank 1 had destroyed its process group"):
+            Checkpoints(folder).save(1, model)
+        assert time.monotonic() < begun + SECONDS
+    dist.barrier()
+
+
+@on_ranks(2, timeout=120)
+def test_a_deadlocked_thread_is_named() -> None:
+    """A time-out names the line where the program of a rank waits for a lock, in a gather and in an agreement."""
+    short = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu", mesh_dim_names=("dp",))
+    model: Any = fully_shard_model(parity.build(zoo.Plain), short, fsdp_unit_modules=[zoo.Block])
+    folder, x, lock = shared(), torch.ones(2, 8), threading.Condition()
+    for _ in range(3):
+        model(x).sum().backward()
+        model.zero_grad()
+    for run in (lambda: model(x).sum().backward(), lambda: Checkpoints(folder).save(1, model)):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            with lock:
+                lock.wait(9)  # the deadlock
+        else:
+            with pytest.raises(RuntimeError) as found:
+                run()
+            assert "ank 1 runs, and has been at" in str(found.value), found.value
+            assert "lock.wait(9)  # the deadlock" in str(found.value), found.value
+        dist.barrier()
+        model.reset()
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from mfsdp_compile import fully_shard_model
+rank, way, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.manual_seed(0)
+model = fully_shard_model(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), fsdp_unit_modules=[nn.Linear])
+call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}) if way == "compiled" else model
+for step in range(4 - rank):
+    call(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+dist.barrier() if way != "ends" else None
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["barrier", "ends", "compiled"])
+def test_what_ranks_print_when_batches_run_out(way: str, tmp_path: Path) -> None:
+    """Our message comes first, gloo's text at its end; torch does not warn of collectives that nobody waited for."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), way, str(store.port)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode == 1
+    for text in texts:
+        assert "unwaited" not in text, text
+        if "/gloo/" in text:
+            error = text.partition("Traceback")[2]
+            assert error.index("optimizer step") < error.index("/gloo/"), text
+            assert "The backend's error: [" in error
+            assert "direct cause" not in text
+    assert "/gloo/" in texts[0]
+
+
+@on_ranks(2, timeout=60)
+def test_a_file_of_rows() -> None:
+    """Torch warns when rows are pickled, and their file says what it is where nothing has the rows."""
+    model: Any = fully_shard_model(parity.build(zoo.Plain), mesh(), fsdp_unit_modules=[zoo.Block])
+    file = io.BytesIO()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        torch.save(model.state_dict(), file)
+    assert sum("full_state_dict(model) on every rank" in str(each.message) for each in given) >= 1
+    file.seek(0)
+    held = torch.load(file)
+    assert all(torch.equal(held[name].to_local(), rows.to_local()) for name, rows in model.state_dict().items())
+    file.seek(0)
+    (tmp := Path(shared()) / "rows.pt").write_bytes(file.getvalue())
+    run = f"import torch; torch.load({str(tmp)!r}, weights_only={{}})"
+    for first, advice in (("import mfsdp_compile; ", "full_state_dict(model) on every rank"), ("", "rows_of_one_rank")):
+        for only in (True, False):
+            ended = subprocess.run([sys.executable, "-c", first + run.format(only)], stderr=subprocess.PIPE, text=True)
+            assert (advice if only else "full_state_dict(model) on every rank") in ended.stderr, ended.stderr
