@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
+from mfsdp_compile.runtime.nearest import names_arguments
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
@@ -28,7 +29,23 @@ from .sharding import shard
 from .sharding_arguments import Arguments, check_flag
 from .wrapper import MegatronFSDP
 
+_ELSEWHERE = {
+    "mesh": "FSDP2's mesh is device_mesh here.",
+    "mp_policy": "FSDP2's mp_policy is mixed_precision_policy here.",
+    "mixed_precision": "It is mixed_precision_policy here.",
+    "shard_placement_fn": "Rows (dimension 0) are divided; whole_params keeps whole parameters on one rank.",
+    "auto_wrap_policy": "Units are named by fsdp_unit_modules here.",
+    "sharding_strategy": "It is zero_dp_strategy here.",
+    "cpu_offload": "It is offload_policy here.",
+    "device_id": "It is device here.",
+    "process_group": "Ranks are given by device_mesh here.",
+    "ignored_states": "It is ignored_params here.",
+    "param_init_fn": "It is init_fn here, with init_model_with_meta_device=True.",
+}
+"""Arguments of FSDP1 and FSDP2, and what to use in their place."""
 
+
+@names_arguments("fully_shard_model", _ELSEWHERE)
 @telling_others()
 def fully_shard_model(
     module: nn.Module,
@@ -242,6 +259,7 @@ def fully_shard_model(
     return MegatronFSDP.of(module, sharded, index)
 
 
+@names_arguments("fully_shard_optimizer")
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer,
     preproc_state_dict_for_dcp_ckpt: bool = True,
@@ -293,7 +311,11 @@ def fully_shard_optimizer(
 
 @telling_others()
 def fully_shard(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, flat_optimizer: bool = False, **kwargs: Any
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *args: Any,
+    flat_optimizer: bool = False,
+    **kwargs: Any,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and an optimizer that was built for it.
 
@@ -302,7 +324,7 @@ def fully_shard(
 
     Args:
         module: See :func:`fully_shard_model`.
-        optimizer: The optimizer of ``module``'s parameters.
+        optimizer: The optimizer of ``module``'s parameters. It must be passed.
         *args, **kwargs: The other arguments of :func:`fully_shard_model`.
         flat_optimizer: See ``flat`` of :func:`fully_shard_optimizer`.
 
@@ -313,6 +335,13 @@ def fully_shard(
         ValueError: If the optimizer holds other parameters, or state that cannot be sharded, or does not support
             ``flat_optimizer``; also where :func:`fully_shard_model` raises it. Nothing is changed then.
     """
+    if optimizer is None:
+        raise TypeError(
+            "mfsdp_compile.fully_shard(module, optimizer) is called once, with the whole model and the optimizer of "
+            "its parameters, and got no optimizer. FSDP2's fully_shard(module), which is called on each block, is "
+            "mfsdp_compile.fsdp2.fully_shard. To shard a whole model before its optimizer is made, call "
+            "fully_shard_model."
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fully_shard takes an nn.Module and its optimizer, in this order; got a {type(module).__name__} and a "

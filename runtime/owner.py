@@ -109,6 +109,11 @@ def stop_ignoring(params: Iterable[nn.Parameter]) -> None:
         _ignored.pop(param, None)
 
 
+def is_ignored(param: nn.Parameter | None) -> bool:
+    """Whether a model ignores a parameter."""
+    return param in _ignored
+
+
 def owner_of(param: Any) -> Any:
     """Return the model that shards or ignores a parameter; None: there is none."""
     if (handle := getattr(param, "mfsdp_handle", None)) is not None:

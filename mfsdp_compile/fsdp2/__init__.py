@@ -39,6 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
+from mfsdp_compile.runtime.nearest import did_you_mean, names_arguments
 from mfsdp_compile.runtime.owner import ModuleRef
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 
@@ -64,9 +65,23 @@ def __getattr__(name: str) -> Any:
     """Return the names of FSDP2 that only newer versions of torch have."""
     if name in ("DataParallelMeshDims", "GradientReductionHandle"):
         return getattr(fsdp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
 
 
+@names_arguments(
+    "mfsdp_compile.fsdp2.fully_shard",
+    {
+        "device_mesh": "It is mesh here.",
+        "mixed_precision_policy": "It is mp_policy here.",
+        "mixed_precision": "It is mp_policy here.",
+        "fsdp_unit_modules": "Call fully_shard on each unit, or fully_shard_model once.",
+        "auto_wrap_policy": "Call fully_shard on each unit, or fully_shard_model once.",
+        "zero_dp_strategy": "reshard_after_forward=False keeps parameters; for strategies, call fully_shard_model.",
+        "sharding_strategy": "reshard_after_forward=False keeps parameters; for strategies, call fully_shard_model.",
+        "cpu_offload": "It is offload_policy here.",
+        "ignored_states": "It is ignored_params here.",
+    },
+)
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,

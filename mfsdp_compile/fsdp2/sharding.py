@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,7 @@ def shard(root: nn.Module) -> None:
     compiled = compiled_modules(holder, [wrapper for request in requests for wrapper in request.wrappers])
     parts = list({id(state.model): state.model for module in units if (state := vars(module).get(STATE))}.values())
     settings = {module: vars(module).get(SETTINGS, {}) for module in units}
+    ignored = _ignored(holder, requests, parts)
     for part in parts:
         check_dissolves(part)
     for part in parts:
@@ -48,7 +49,7 @@ def shard(root: nn.Module) -> None:
         set_class(module, is_pending=False)
     tie_again(holder)
     try:
-        model = _shard_now(holder, own, requests)
+        model = _shard_now(holder, own, requests, ignored)
     except BaseException:
         for module in units:  # as before: the model can be used, or the call repeated
             wait(module, shard)
@@ -76,10 +77,54 @@ def shard(root: nn.Module) -> None:
             getattr(module, name)(*args, **kwargs)
 
 
-def _shard_now(root: nn.Module, own: Request, requests: Sequence[Request]) -> ShardedModel:
+def _ignored(root: nn.Module, requests: Sequence[Request], parts: Sequence[ShardedModel]) -> frozenset[nn.Parameter]:
+    """Return the parameters that are not sharded.
+
+    As in FSDP2, a call of ``fully_shard`` says so for the parameters of its own modules, and not for those of units
+    inside: it may get the set of the whole model, or that of another part.
+
+    Raises:
+        ValueError: A tied parameter is ignored in one place, and not in another.
+    """
+    of_module = {module: request for request in requests for module in request.modules}
+    before = {place for part in parts for place in _ignored_places(part)}
+    found: dict[nn.Parameter, dict[bool, str]] = {}
+    waiting: list[tuple[str, nn.Module, Request | None]] = [("", root, None)]
+    seen = set()
+    while waiting:
+        path, module, around = waiting.pop()
+        request = of_module.get(module, around)
+        if (module, request) in seen:
+            continue
+        seen.add((module, request))
+        for name, param in vars(module)["_parameters"].items():
+            if param is not None:
+                is_ignored = (module, param) in before or (request is not None and param in request.ignored)
+                found.setdefault(param, {}).setdefault(is_ignored, f"{path}{name}")
+        waiting += [(f"{path}{name}.", child, request) for name, child in module.named_children()]
+    for place in found.values():
+        if len(place) > 1:
+            raise ValueError(
+                f"Parameters {place[True]!r} and {place[False]!r} are tied, and only the first one is ignored: pass it "
+                "in ignored_params of fully_shard for the units of both, or of none."
+            )
+    return frozenset(param for param, place in found.items() if True in place)
+
+
+def _ignored_places(part: ShardedModel) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield what a model ignores, replaced parameters included, with the modules that it is in."""
+    ignored = set(part.ignored.values())
+    for module in part.module.modules() if ignored and part.module is not None else ():
+        for param in vars(module)["_parameters"].values():
+            if param in ignored:
+                yield module, param
+
+
+def _shard_now(
+    root: nn.Module, own: Request, requests: Sequence[Request], ignored: frozenset[nn.Parameter]
+) -> ShardedModel:
     units = [list(request.modules) for request in requests if request.modules != (root,)]
     is_meta = meta.has_meta(root)
-    ignored = frozenset().union(*(request.ignored for request in requests))
     # The dimensions of tensor parallelism have values to compare, too.
     checks_later = not any(isinstance(param, DTensor) for param in root.parameters() if not is_homeless(param))
     if checks_later and all(request.check_values for request in requests):

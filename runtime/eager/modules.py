@@ -40,7 +40,7 @@ from ..formats.packed import PACKED, PackedWeight, Weight
 from ..geometry.partition import Partition
 from ..memory.bucket import ParamHandle
 from ..memory.tensor import RowShardedTensor
-from ..owner import refuse_dropped
+from ..owner import is_ignored, refuse_dropped
 from ..program_lines import warn
 from .engine import Window
 
@@ -409,8 +409,8 @@ class _Sharded(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse to replace or add parameters. ``module.name = nn.Parameter(...)`` calls this, too."""
-        sharded = name in vars(self)[_HOMES]
-        if (param is None and not sharded) or self._parameters.get(name) is param:
+        sharded, before = name in vars(self)[_HOMES], self._parameters.get(name)
+        if (param is None and not sharded) or before is param or is_ignored(before):
             return super().register_parameter(name, param)
         if sharded:
             raise RuntimeError(

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import compat
-from .averaging import Averaging
+from .averaging import Averaging, Reduction
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows
 from .tensor import RowShardedTensor, redistributed, scaled
@@ -41,6 +41,8 @@ class ReplicatedTensor(Dispatched):
     """The parameter that this holds values of a view of, if writes to this would not reach it."""
     own: bool
     """Whether an ordinary number or index was combined with it, which may differ between ranks: so may this."""
+    reduction: Reduction | None
+    """What this number is of a sharded tensor; None: something else."""
 
     @classmethod
     def wrap(
@@ -55,7 +57,7 @@ class ReplicatedTensor(Dispatched):
     ) -> Any:
         spec = compat.DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=_meta_of(like))
         made: Any = DTensor.__new__(cls, local, spec, requires_grad=False)  # type: ignore[call-arg]
-        made.averaging, made.view_of, made.own = averaging, view_of, False
+        made.averaging, made.view_of, made.own, made.reduction = averaging, view_of, False, None
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

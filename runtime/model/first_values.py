@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from ..geometry.topology import Topology
 from ..memory.bucket import Bucket
 from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..ranks import compared
-from ..ranks.agreement import agree
+from ..ranks.agreement import TIMEOUT, agree, conclude, has_others
 from ..ranks.digests import value_digest
+
+TOPIC = "fully_shard"
 
 
 def note(params: Iterable[nn.Parameter]) -> None:
@@ -31,24 +34,43 @@ def note(params: Iterable[nn.Parameter]) -> None:
 def compare(group: dist.ProcessGroup, topology: Topology, buckets: Sequence[Bucket]) -> None:
     """Raise RuntimeError on every rank of ``group`` if parameters differ between ranks.
 
-    Ranks that share parameters compare what was noted. Replicas (HSDP) may have been given values one from another
-    since, in ways that no note shows. So they compare the rows that they hold now, and not what was noted.
+    Ranks that share parameters compare what was noted on all of them: one rank alone may load what it has already, as
+    under torchft. Replicas (HSDP) may have been given values one from another since, in ways that no note shows. So
+    they compare the rows that they hold now, and not what was noted.
     """
-    if topology.outer is None:
-        agree(group, "fully_shard", lambda: _noted(buckets))
+    if not has_others(group):
         return
-    inner, outer = (
-        dist.get_process_group_ranks(compat.process_group(each.name)) for each in (topology.inner, topology.outer)
-    )
-    agree(group, "fully_shard", list, within=lambda: (inner, _noted(buckets)))
-    agree(group, "fully_shard", list, within=lambda: (outer, _held(buckets)))
+    inner = dist.get_process_group_ranks(compat.process_group(topology.inner.name))
+    counted = _noted_everywhere(group, inner, buckets)
+    if topology.outer is None:
+        agree(group, TOPIC, lambda: _noted(buckets, counted))
+        return
+    outer = dist.get_process_group_ranks(compat.process_group(topology.outer.name))
+    agree(group, TOPIC, list, within=lambda: (inner, _noted(buckets, counted)))
+    agree(group, TOPIC, list, within=lambda: (outer, _held(buckets)))
 
 
-def _noted(buckets: Sequence[Bucket]) -> list[str]:
-    """Return what was noted, one line per parameter."""
-    return [
-        _line(name, digest) for bucket in buckets for name, digest in sorted(bucket.params[0].backing.noted.items())
-    ]
+def _noted_everywhere(group: dist.ProcessGroup, inner: Sequence[int], buckets: Sequence[Bucket]) -> Collection[str]:
+    """Return the names of the parameters of which all ranks of ``inner`` have a note. A collective over ``group``."""
+    names = sorted(split.name for bucket in buckets for split in bucket.splits)
+    noted = {name for bucket in buckets for name in bucket.params[0].backing.noted}
+    mine = hex(sum(1 << i for i, name in enumerate(names) if name in noted))
+
+    def combine(offers: Sequence[Any]) -> dict[str, str]:
+        common: dict[str, int] = {}
+        for party, mask in offers:
+            common[party] = common.get(party, -1) & int(mask, 16)
+        return {party: hex(mask) for party, mask in common.items()}
+
+    party = str(min(inner))
+    found = int(conclude(group, TOPIC, [], [party, mine], combine, TIMEOUT)[party], 16)
+    return {name for i, name in enumerate(names) if found >> i & 1}
+
+
+def _noted(buckets: Sequence[Bucket], names: Collection[str]) -> list[str]:
+    """Return what was noted, one line for each of the parameters of these names."""
+    noted = {name: digest for bucket in buckets for name, digest in bucket.params[0].backing.noted.items()}
+    return [_line(name, noted[name]) for name in sorted(names)]
 
 
 @torch.no_grad()

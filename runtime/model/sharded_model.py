@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from ..memory.quantized_shards import QuantizedShards
 from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..optim.tracking import Optimizers, watch_steps
-from ..owner import ignore, owners_of
+from ..owner import owners_of
 from ..plan.model_plan import shared_buffers
 from ..plan.precision import Policies
 from ..ranks.agreement import agree
@@ -49,6 +48,7 @@ from ..schedule.schedule import Schedule
 from ..step import checks as step_checks
 from ..step.grad_sync import GradSync, SyncSettings
 from . import first_values, recovery
+from .known_parameters import KnownParameters
 from .membership import Membership
 from .run_lineage import Lineage
 from .summon import whole_parameters
@@ -115,14 +115,12 @@ class ShardedModel:
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
-        self.ignored = dict(ignored or {})
         sharded = (param for bucket in self.buckets for param in bucket.params)
-        self._known = frozenset(map(id, itertools.chain(sharded, self.ignored.values())))
+        self.known = KnownParameters(self, module, sharded, ignored or {})
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
             bucket.owner = self
-        ignore(self, self.ignored)
         _models.add(self)
         watch_steps()
 
@@ -164,6 +162,11 @@ class ShardedModel:
     def module(self) -> nn.Module | None:
         """The model's module; None if the program has dropped it."""
         return self._module()
+
+    @property
+    def ignored(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not sharded, by name."""
+        return self.known.ignored(self.module)
 
     @property
     def parameter_names(self) -> list[str]:
@@ -242,23 +245,8 @@ class ShardedModel:
 
     def check_complete(self) -> None:
         """Raise if the model was given a parameter that is in no bucket: each rank would train it alone."""
-        module = self.module
-        waiting = [] if module is None else [module]
-        seen = set(waiting)
-        while waiting:  # at every forward: module.modules() takes four times as long
-            holder = waiting.pop()
-            for child in holder._modules.values():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    waiting.append(child)
-            for name, param in holder._parameters.items():
-                if param is not None and id(param) not in self._known:
-                    named = {} if module is None else {held: path for path, held in module.named_modules()}
-                    path = ".".join(filter(None, (named.get(holder), name)))
-                    raise RuntimeError(
-                        f"Parameter {path!r} came after fully_shard_model: it is not sharded and its gradient would "
-                        "not be reduced. Change the model before sharding it."
-                    )
+        if (module := self.module) is not None:
+            self.known.check(module)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 

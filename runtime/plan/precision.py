@@ -16,6 +16,7 @@ from .. import compat
 from ..formats import quantize, wire
 from ..formats.casts import Casts
 from ..geometry.topology import Topology
+from ..nearest import names_arguments
 from ..owner import ModuleRef
 
 
@@ -325,6 +326,17 @@ class MixedPrecisionPolicy:
 _MAIN: Literal["main"] = "main"
 _MEGATRONS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
 """Fields of Megatron-FSDP's class of this name."""
+
+MixedPrecisionPolicy.__init__ = names_arguments(  # type: ignore[method-assign]
+    "MixedPrecisionPolicy",
+    {
+        "reduce_dtype": "It is called grad_comm_dtype here. FSDP2's own policy, torch.distributed.fsdp.MixedPrecisionPolicy, can "
+        "be passed as it is.",
+        "buffer_dtype": "Buffers keep their dtype: change it before sharding.",
+        "grad_reduce_in_fp32": "It is grad_comm_dtype=torch.float32 here.",
+    },
+)(MixedPrecisionPolicy.__init__)
+
 
 PolicyKey: TypeAlias = "nn.Module | type[nn.Module] | str"
 PolicyArgument: TypeAlias = (

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..averaging import Averaging, Reduction
 from ..redistribute import take_rows
-from ..replicated import replicate
+from ..replicated import ReplicatedTensor, replicate
 from ..tensor import RowShardedTensor
 from .arguments import about_to_write, by_name, dims_of, leaves_of, refuse_own_values, written_to
 from .elementwise import like_rows, run
@@ -27,7 +28,22 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _OF_ONE_TENSOR and not isinstance(args[0], RowShardedTensor):
         return NotImplemented
     result = reduction(func, args, kwargs)
-    return result if _is_sharded(result) else replicate(result, leaves_of(args, kwargs))
+    if _is_sharded(result):
+        return result
+    result = replicate(result, leaves_of(args, kwargs))
+    if isinstance(result, ReplicatedTensor) and (order := _order(func, args, kwargs)) is not None:
+        result.reduction = Reduction(order, Averaging.over(args[0].topology, args[0].row_split))
+    return result
+
+
+def _order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return the order of the norm that a reduction is; 1 for sums, inf for maxima; None: it is something else."""
+    kind = _REDUCTIONS[func]
+    if kind is _vector_norm:
+        named = by_name(func, args, kwargs)
+        order = named["ord"] if "ord" in named else named["p"]
+        return 2.0 if order is None else float(order)
+    return 1.0 if kind is _sum else math.inf if func in (aten.max.default, aten.amax.default) else None
 
 
 def _is_sharded(result: Any) -> bool:
@@ -238,13 +254,21 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     norms = _norms([part for part in parts if part is not None], named["ord"], named["dtype"])
     if norms is NotImplemented:
         return NotImplemented
-    found = dict(zip(sharded, norms, strict=True))
-    return [
-        replicate(found[position], [tensor])
-        if position in found
-        else torch.linalg.vector_norm(tensor, named["ord"], dtype=named["dtype"])
-        for position, tensor in enumerate(tensors)
-    ]
+    others = [position for position in range(len(tensors)) if position not in sharded]
+    norms += _own_norms([tensors[position] for position in others], tensors[sharded[0]], named)
+    found = dict(zip([*sharded, *others], norms, strict=True))
+    return [replicate(found[position], [tensors[sharded[0]]]) for position in range(len(tensors))]
+
+
+def _own_norms(tensors: Sequence[Tensor], beside: RowShardedTensor, named: dict[str, Any]) -> list[Tensor]:
+    """Return the norms of tensors that are not sharded, the same on every rank: see :meth:`.Reduction.of_own`."""
+    if not tensors:
+        return []
+    order, dtype = float(named["ord"]), named["dtype"]
+    norms = [torch.linalg.vector_norm(whole_of(tensor, "a norm").values, order, dtype=dtype) for tensor in tensors]
+    wide = torch.stack([norm.to(_wide(norm.dtype)) for norm in norms])
+    means = Reduction(order, Averaging.over(beside.topology, beside.row_split)).of_own(wide)
+    return [mean.to(norm.dtype) for mean, norm in zip(means.unbind(), norms, strict=True)]
 
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

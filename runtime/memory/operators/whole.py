@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ... import compat
+from ..averaging import Reduction
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, is_own, replicate
 from ..tensor import RowShardedTensor
@@ -26,6 +27,10 @@ aten = torch.ops.aten
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view and isinstance(args[0], (RowShardedTensor, RowView)):
         return _view(func, *args, **kwargs)
+    if func in _JOINING:
+        args = (_beside_reductions(args[0]), *args[1:])
+    elif func in _ADDING:
+        args = (*_beside_reductions(args[:2], order=1.0), *args[2:])
     if is_foreach(func) and any(is_list_of_tensors(a) and len(a) > 1 for a in args):
         return _each_alone(func, args, kwargs)
     tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
@@ -66,7 +71,50 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view and isinstance(args[0], ReplicatedTensor) and args[0].view_of:
         for each in leaves_of(made):
             each.view_of = args[0].view_of  # type: ignore[attr-defined]
+    _keep_reduction(func, args, made)
     return made
+
+
+_JOINING = {aten.stack.default, aten.cat.default}
+_ADDING = {aten.add.Tensor, aten.add_.Tensor}
+_KEEPING = {aten._to_copy.default, aten.clone.default}
+
+
+def _beside_reductions(tensors: Sequence[Any], order: float | None = None) -> Sequence[Any]:
+    """Average numbers of ordinary tensors over ranks if they are joined with norms or sums of sharded ones.
+
+    Whoever clips gradients joins the norms of all of them. Ranks that scaled their rows of one gradient by the norms of
+    their own, unsharded ones would train with a mixture.
+
+    Args:
+        order: Of the norms; None: any.
+    """
+    reduced = next((t for t in tensors if _reduction_of(t, order) is not None), None)
+    own = [i for i, t in enumerate(tensors) if isinstance(t, Tensor) and not isinstance(t, DTensor) and t.numel() == 1]
+    own = [i for i in own if tensors[i].is_floating_point()]
+    if reduced is None or not own or any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        return tensors
+    wide = torch.stack([tensors[i].reshape(()).to(torch.promote_types(tensors[i].dtype, torch.float32)) for i in own])
+    means = reduced.reduction.of_own(wide)  # type: ignore[union-attr]
+    joined = list(tensors)
+    for i, mean in zip(own, means.unbind(), strict=True):
+        joined[i] = replicate(mean.to(tensors[i].dtype).reshape(tensors[i].shape), [reduced])
+    return joined
+
+
+def _reduction_of(tensor: Any, order: float | None = None) -> Reduction | None:
+    reduction = tensor.reduction if isinstance(tensor, ReplicatedTensor) else None
+    return reduction if reduction is not None and order in (None, reduction.order) else None
+
+
+def _keep_reduction(func: Any, args: tuple[Any, ...], made: Any) -> None:
+    """Note that a view or copy of a norm or sum of a sharded tensor, or a sum of such sums, is one."""
+    if not isinstance(made, ReplicatedTensor) or isinstance(made, RowView):
+        return
+    if func.is_view or func in _KEEPING:
+        made.reduction = _reduction_of(args[0])
+    elif func in _ADDING and isinstance(args[0], ReplicatedTensor) and isinstance(args[1], ReplicatedTensor):
+        made.reduction = _reduction_of(args[0], 1.0) or _reduction_of(args[1], 1.0)
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -1,0 +1,73 @@
+"""The parameters that a model was sharded with: those that it shards, and those that it ignores."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from ..owner import ignore, stop_ignoring
+
+
+class KnownParameters:
+    """The parameters of a model's module.
+
+    Ignored parameters (``ignored_params``) are the program's own: it may replace one, and what is in its place is then
+    ignored, too.
+
+    Args:
+        owner: The sharded model. Not kept alive.
+        module: Its module. Not kept alive.
+        sharded: Parameters that are sharded.
+        ignored: Those that are not, by name.
+    """
+
+    def __init__(
+        self, owner: object, module: nn.Module, sharded: Iterable[nn.Parameter], ignored: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._sharded = frozenset(map(id, sharded))
+        self._known = self._sharded
+        alike = frozenset(map(id, ignored.values()))
+        named = module.named_parameters(remove_duplicate=False) if alike else ()
+        self._places = tuple(name for name, param in named if id(param) in alike)
+        self._ignored: dict[nn.Parameter, str] = {}  # keeps them alive: nothing else may have their id
+        self.ignored(module)
+
+    def ignored(self, module: nn.Module | None) -> dict[str, nn.Parameter]:
+        """Return the parameters that are now in the places of ignored ones, each once, by name."""
+        found: dict[nn.Parameter, str] = {} if module is not None else self._ignored
+        for place in self._places if module is not None else ():
+            with contextlib.suppress(AttributeError):  # the program has removed it
+                found.setdefault(module.get_parameter(place), place)
+        if found != self._ignored:
+            stop_ignoring(self._ignored)
+            self._ignored, self._known = found, self._sharded.union(map(id, found))
+            ignore(self._owner(), {name: param for param, name in found.items()})
+        return {name: param for param, name in self._ignored.items()}
+
+    def check(self, module: nn.Module) -> None:
+        """Raise RuntimeError if the module has got another parameter: each rank would train it alone."""
+        waiting, seen = [module], {module}
+        while waiting:  # at every forward: module.modules() takes four times as long
+            holder = waiting.pop()
+            for child in holder._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    waiting.append(child)
+            for name, param in holder._parameters.items():
+                if param is not None and id(param) not in self._known:
+                    self._refuse(module, holder, name)
+
+    def _refuse(self, module: nn.Module, holder: nn.Module, name: str) -> None:
+        """Raise because of a parameter that is not known, unless it is in the place of one that is ignored."""
+        self.ignored(module)
+        if id(holder._parameters[name]) in self._known:
+            return
+        path = ".".join(filter(None, (next(path for path, held in module.named_modules() if held is holder), name)))
+        raise RuntimeError(
+            f"Parameter {path!r} came after fully_shard_model: it is not sharded and its gradient would "
+            "not be reduced. Change the model before sharding it."
+        )
