@@ -105,8 +105,8 @@ gpu:
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py --out $(OUT) $(if $(RANKS),--ranks $(RANKS))
 
 # Transformer Engine's layers, without the extension for CUDA: tests/te has a reference in its place. They are in a folder
-# of their own, because peft takes them for a whole installation and fails to import them. torchao is in one too, because
-# transformers and peft use it where they find it, and most users have none. Megatron, whose checkpoints are converted,
+# of their own, because peft takes them for a whole installation and fails to import them. torchao and bitsandbytes are in others,
+# because transformers and peft use them where they find them, and most users have none. Megatron, whose checkpoints are converted,
 # asks for Python 3.12, but its tests run with 3.11.
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
@@ -117,6 +117,8 @@ $(READY): pyproject.toml Makefile
 	echo "Transformer Engine could not be installed: its tests are skipped"
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/torchao "torchao==0.18.0" || \
 	echo "torchao could not be installed: its tests are skipped"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/bitsandbytes "bitsandbytes==0.50.2" || \
+	echo "bitsandbytes could not be installed: its tests are skipped"
 	$(BIN)/pip install -q --no-deps --ignore-requires-python --upgrade --target $(VENV)/megatron_core \
 	"megatron-core==0.19.2" || echo "megatron-core could not be installed: its tests are skipped"
 	@touch $@

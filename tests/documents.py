@@ -59,6 +59,7 @@ NOT_RUN = {
     "a message": "of an error, which the test of messages compares with the sources",
     "here, but by tests/integrations/test_examples.py": "what leaves Trainer's and accelerate's global state behind",
     "here, but by tests/integrations/test_torchao.py": "needs torchao, which that test looks for",
+    "here, but by tests/integrations/test_qlora.py": "needs bitsandbytes or torchao, which that test looks for",
     "a GPU is needed": "tests/gpu runs the like of it",
     "another package": "code of a package that is not installed here, to be compared with ours",
     "part of a program": "lines out of a program that is somebody else's",

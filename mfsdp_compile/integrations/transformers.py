@@ -40,6 +40,7 @@ from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_di
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
 from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.metrics import StepMetrics, StepRecord
+from mfsdp_compile.runtime.formats.packed import is_packed
 from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
@@ -250,7 +251,8 @@ class MfsdpTrainerMixin(_Base):
         """Shard the model and, if one was passed, its optimizer, unless that is already done."""
         if self.sharded is not None and self.sharded.module is self.model:
             return self.sharded
-        self._saved_dtypes = {name: param.dtype for name, param in self.model.named_parameters(remove_duplicate=False)}
+        params = self.model.named_parameters(remove_duplicate=False)
+        self._saved_dtypes = {name: param.dtype for name, param in params if not is_packed(param)}
         arguments = self.sharding.arguments(self.model, self.args.device.type)
         with _computing_in(self.model, self._compute_dtype):
             if self.optimizer is None:
@@ -469,12 +471,12 @@ def _saved_buffers(model: nn.Module) -> Iterator[str]:
 def _unsuitable(model: nn.Module) -> Iterator[str]:
     if isinstance(model, MegatronFSDP) or hasattr(model, "_orig_mod"):
         yield f"is a {type(model).__name__}: pass the Hugging Face model; MfsdpTrainer shards and compiles it"
-    if getattr(model, "hf_device_map", None):
-        yield "was loaded with a device_map: load it without"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        yield "was loaded with a device_map over several devices: load it without"
     if getattr(model, "is_distributed_loading_by_transformers", False):
         yield "was sharded by from_pretrained(distributed_config=...): load it without"
-    if getattr(model, "is_quantized", False):
-        yield "is quantized: parameters of other than floating-point dtypes are not sharded"
+    if getattr(model, "is_quantized", False) and not any(map(is_packed, model.parameters())):
+        yield "is quantized, but not in 4 bits by bitsandbytes: other quantized parameters are not sharded"
 
 
 def _units(model: nn.Module) -> list[str] | str:
@@ -502,14 +504,15 @@ def _computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
     before: dict[str, Tensor] = {}
     for name, param in model.named_parameters() if dtype is not None else ():
         is_kept = any(re.search(rf"(?:^|\.){module}(?:\.|$)", name) for module in kept)
-        if param.is_floating_point() and param.dtype != dtype and not is_kept:
+        if param.is_floating_point() and param.dtype != dtype and not (is_kept or is_packed(param)):
             before[name] = param.data
             param.data = param.data.to(dtype)
     try:
         yield
     except BaseException:
         for name, param in model.named_parameters():
-            param.data = before.get(name, param.data)
+            if name in before:
+                param.data = before[name]
         raise
     shards = dict(model.named_parameters())
     with torch.no_grad():

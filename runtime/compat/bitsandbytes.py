@@ -161,8 +161,10 @@ class Weight:
 
 @functools.cache
 def _params4bit() -> Any:
-    """Return a class of gathered weights. Dynamo would compile the ``__torch_function__`` of ``Params4bit``, which calls
-    itself in what results. peft recognizes the class by its name."""
+    """Return a class of gathered weights, which peft recognizes by its name.
+
+    Dynamo would compile the ``__torch_function__`` of ``Params4bit``, which calls itself in what results.
+    """
     kind = _class("nn.modules", "Params4bit")
     return type("Params4bit", (kind,), {"__torch_function__": no_torch_function})
 

@@ -105,10 +105,6 @@ def refusal(kind: type) -> str:
 
 
 _INSTEAD = {
-    "NF4Tensor": (
-        "Frozen weights of 4 bits can stay whole on each rank: pass them in ignored_params. Others need ordinary "
-        "parameters"
-    ),
     "MXFP8TrainingWeightWrapperTensor": "Use torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear",
     "Int8QuantizedTrainingLinearWeight": (
         "It has no main weights, only int8, which are rounded at random. Use "

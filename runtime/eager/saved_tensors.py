@@ -153,7 +153,7 @@ class SavedTensors:
         if bucket is not None and (tensor.is_conj() or tensor.is_neg()):  # the memory does not hold the values
             bucket, tensor = None, tensor.resolve_conj().resolve_neg()
         own = () if bucket is None else (bucket.plan.held_dtype, quantize.DTYPE, bucket.plan.given_dtype)
-        has_dtype = tensor.dtype in own
+        has_dtype = tensor.dtype in own or quantize.SENT_DTYPE in own[:1]  # bytes may be viewed as anything
         if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in `unpack`.
@@ -217,7 +217,8 @@ class SavedTensors:
         if isinstance(packed, _SavedPlane):
             return self._unpacked_plane(packed, bucket.plane(full, columns))
         if packed.dtype != full.dtype:
-            full = full.view(packed.dtype)
+            step = max(packed.dtype.itemsize // full.element_size(), 1)
+            full = full[: full.numel() // step * step].view(packed.dtype)
         return full.as_strided(packed.size, packed.stride, packed.offset)
 
     def _unpacked_plane(self, saved: _SavedPlane, plane: Tensor) -> Tensor:

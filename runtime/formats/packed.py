@@ -3,8 +3,8 @@
 Such a weight is packed values and statistics of blocks of them. Before a model is planned, each is taken apart ::
 
     layer.weight   Params4bit [96, 1]          layer.weight           parameter, uint8 [3, 32]   a row per block
-      .quant_state.absmax  float32 [3]         layer.weight.absmax    parameter, uint8 [3, 4]
-      .quant_state.code    float32 [16]        layer.weight.nf4       buffer, float32 [16]
+      .quant_state.absmax  float32 [3]         layer.weight_absmax    parameter, uint8 [3, 4]
+      .quant_state.code    float32 [16]        layer.weight_nf4       buffer, float32 [16]
 
 What grows with the weight is a frozen parameter of bytes: a part of buckets, sharded and gathered as others are.
 Nothing casts bytes, whatever the policy, nothing can train them, and they have no main weights. The rest are buffers,
@@ -81,6 +81,11 @@ class PackedWeight:
         return *parts, *(module._buffers[name] for name in self.constants)  # type: ignore[misc]
 
 
+def is_packed(param: Tensor) -> bool:
+    """Whether a parameter is a weight of 4 bits that a library has packed, so that a cast would destroy it."""
+    return any(library.is_weight(param) for library in _LIBRARIES)
+
+
 def take_apart(model: nn.Module, ignored: Collection[nn.Parameter]) -> Callable[[], None]:
     """Take the packed weights of a model apart, in place.
 
@@ -101,21 +106,25 @@ def take_apart(model: nn.Module, ignored: Collection[nn.Parameter]) -> Callable[
             library.check_weight(name, param)
             found[param] = name, module, attribute, library
     before: dict[nn.Module, tuple[dict[str, Any], ...]] = {}
-    changed: list[tuple[nn.Module, dict[str, Any]]] = []
-    for param, (_, module, attribute, library) in found.items():
-        before.setdefault(module, tuple(map(dict, (module._parameters, module._buffers))))
-        _take_apart(module, attribute, library.parts_of(param))
-        changed.append((module, library.prepare_layer(module)))
+    forgotten: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def undo() -> None:
         for module, (params, buffers) in before.items():
-            del vars(module)[PACKED]
+            vars(module).pop(PACKED, None)
             for current, earlier in ((module._parameters, params), (module._buffers, buffers)):
                 current.clear()
                 current.update(earlier)
-        for module, had in reversed(changed):
+        for module, had in reversed(forgotten):
             vars(module).update(had)
 
+    try:
+        for param, (_, module, attribute, library) in found.items():
+            before.setdefault(module, (dict(module._parameters), dict(module._buffers)))
+            _take_apart(module, attribute, library.parts_of(param))
+            forgotten.append((module, library.prepare_layer(module)))
+    except BaseException:
+        undo()
+        raise
     return undo
 
 
@@ -142,15 +151,23 @@ def _take_apart(
     module: nn.Module, attribute: str, taken: tuple[Weight, dict[str, Tensor], dict[str, Tensor], int]
 ) -> None:
     weight, tensors, constants, block = taken
-    names = {part: f"{attribute}.{part}" if part else attribute for part in tensors}
-    described = tuple(Part(names[part], tensor.dtype, tuple(tensor.shape)) for part, tensor in tensors.items())
+    names = {part: f"{attribute}_{part}" if part else attribute for part in (*tensors, *constants)}
+    for name in names.values():
+        if name != attribute and hasattr(module, name):
+            raise NotImplementedError(
+                f"A {type(module).__name__} has an attribute {name!r}, which is the name that a part of its weight of "
+                f"4 bits, {attribute!r}, gets when it is sharded. Rename the attribute."
+            )
+    parts = []
     for part, tensor in tensors.items():
-        held = nn.Parameter(_rows(tensor.detach(), tensor.element_size() if part else block), requires_grad=False)
-        module._parameters[names[part]] = held
-    for part, tensor in constants.items():
-        module._buffers[f"{attribute}.{part}"] = tensor.detach()
-    buffers = tuple(f"{attribute}.{part}" for part in constants)
-    vars(module).setdefault(PACKED, {})[attribute] = PackedWeight(weight, described, buffers)
+        name = names[part]
+        held = _rows(tensor.detach(), tensor.element_size() if part else block)
+        module.register_parameter(name, nn.Parameter(held, requires_grad=False))
+        parts.append(Part(name, tensor.dtype, tuple(tensor.shape)))
+    buffers = {names[part]: tensor.detach() for part, tensor in constants.items()}
+    for name, tensor in buffers.items():
+        module.register_buffer(name, tensor)
+    vars(module).setdefault(PACKED, {})[attribute] = PackedWeight(weight, tuple(parts), tuple(buffers))
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor:

@@ -425,6 +425,8 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
             )
+        elif hint := compat.bitsandbytes.refusal(type(param)):
+            raise NotImplementedError(f"Parameter {name!r} is of the class {type(param).__name__}.{hint}")
         if param.is_meta and not allows_meta:
             raise ValueError(
                 f"Parameter {name!r} is on the meta device and has no value. Pass init_model_with_meta_device=True to "
