@@ -37,8 +37,8 @@ from .comm_buffers import BufferPool
 from .deferred_gradients import DeferredGradient
 from .extension import Extension
 from .flat_shard import FlatShard
-from .redistribute import RowMove, announce_at_rest, move_rows, take_rows, take_rows_of_part
-from .replicated import ReplicatedTensor
+from .redistribute import RowMove, announce_at_rest, move_rows, take_rows_of_part
+from .replicated import ReplicatedTensor, as_rows
 from .tensor import (
     ACCUMULATE_HOOKS,
     NOTED_VALUE,
@@ -415,9 +415,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             found = [getattr(param, attribute, None) for param in self.params]
         for index, gradient in enumerate(found):
             if isinstance(gradient, ReplicatedTensor):
-                split = self.splits[index]
-                rows = take_rows(gradient.full_tensor().detach(), split, self.topology.shard).clone()
-                found[index] = RowShardedTensor.wrap(rows, split, self.topology)
+                found[index] = as_rows(gradient, self.params[index])
                 setattr(self.params[index], attribute, found[index])
         return found
 
@@ -465,7 +463,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
                 self.pending.earlier[index] = attached
                 attached = None
             if attached is None and param.requires_grad:
-                shown = UnreducedGradient.like(param)
+                shown = UnreducedGradient.like(param, self.pending.earlier, index)
                 if index in self.provisional:
                     mark_provisional(shown)
                 setattr(param, self.plan.grad_attribute, shown)
@@ -476,10 +474,10 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         for index, attached in enumerate(self.gradients):
             if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
                 dropped.append(index)
-                if self.pending is not None:
-                    self.pending.earlier.pop(index, None)
                 if attached is not None:
                     attached.zeroed = False
+                elif self.pending is not None:
+                    self.pending.earlier.pop(index, None)
         self.zero_slices(total, dropped)
 
     def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:

@@ -501,10 +501,7 @@ def _attached(bucket: Bucket) -> list[Tensor | None]:
     gradients = bucket.gradients
     if (pending := bucket.pending) is None:  # only deferred gradients have no values
         return gradients
-    return [
-        (None if g.zeroed else pending.earlier.get(index)) if isinstance(g, UnreducedGradient) else g
-        for index, g in enumerate(gradients)
-    ]
+    return [pending.earlier.get(index) if isinstance(g, UnreducedGradient) else g for index, g in enumerate(gradients)]
 
 
 def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:

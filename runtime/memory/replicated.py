@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .. import compat
 from .averaging import Averaging, Reduction
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows
+from .redistribute import all_gather_rows, take_rows
 from .tensor import RowShardedTensor, redistributed, scaled
 
 
@@ -168,6 +168,14 @@ def own_of_rank(value: Tensor, mesh: DeviceMesh) -> ReplicatedTensor:
     made: ReplicatedTensor = _FromOrdinary.apply(value, mesh)
     made.own = True
     return made
+
+
+def as_rows(gradient: Tensor, like: RowShardedTensor) -> Tensor:
+    """Return a gradient that every rank holds as this rank's rows of it; others as they are."""
+    if not isinstance(gradient, ReplicatedTensor):
+        return gradient
+    rows = take_rows(gradient.full_tensor().detach(), like.row_split, like.topology.shard).clone()
+    return RowShardedTensor.wrap(rows, like.row_split, like.topology)
 
 
 def averaging_of(result: Tensor, sources: Sequence[Tensor]) -> Averaging | None:

@@ -487,12 +487,27 @@ class UnreducedGradient(RowShardedTensor):
     """
 
     zeroed: bool = False
+    earlier: dict[int, Tensor]
+    """Gradients of the bucket that are reduced already, by the parameter's index, and part of the result."""
+    index: int
 
     @staticmethod
-    def like(param: RowShardedTensor) -> UnreducedGradient:
+    def like(param: RowShardedTensor, earlier: dict[int, Tensor], index: int) -> UnreducedGradient:
         local = param._local_tensor
         nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
-        return UnreducedGradient.wrap(nothing, param.row_split, param.topology)
+        made = UnreducedGradient.wrap(nothing, param.row_split, param.topology)
+        made.earlier, made.index = earlier, index
+        return made
+
+    def add_reduced(self, gradient: Tensor) -> None:
+        """Add a gradient of what was computed from the parameter outside of forward, which autograd has averaged."""
+        keep(self)
+        before = self.earlier.get(self.index)
+        self.earlier[self.index] = gradient if before is None else before + gradient
+
+    def set_to_zero(self) -> None:
+        self.zeroed = True
+        self.earlier.pop(self.index, None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.row_split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

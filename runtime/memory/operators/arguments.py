@@ -96,10 +96,11 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
 def refuse_write_of_own(func: Any, rows: Tensor, value: Tensor) -> NoReturn:
     base: Any = getattr(rows, "base", rows)
     raise RuntimeError(
-        f"{getattr(func, '__name__', func)} writes an ordinary tensor of shape {tuple(value.shape)} to what was computed "
-        f"from {base.row_split.name!r}, of which this is one rank's shard, while autograd records. An ordinary tensor is "
-        "this rank's own, and other rows would get other ranks' values. Use the operator that makes a new tensor "
-        "(a * b instead of a.mul_(b) or a *= b): that has the whole parameter on each rank, and its gradient is averaged."
+        f"{getattr(func, '__name__', func)} writes an ordinary tensor of shape {tuple(value.shape)} to what was "
+        f"computed from {base.row_split.name!r}, of which this is one rank's shard, while autograd records. An "
+        "ordinary tensor is this rank's own, and other rows would get other ranks' values. Use the operator that makes "
+        "a new tensor (a * b instead of a.mul_(b) or a *= b): it takes the whole parameter on each rank, and averages "
+        "its gradient."
     )
 
 

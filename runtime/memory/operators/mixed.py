@@ -4,8 +4,8 @@ An ordinary tensor is this rank's own: features, targets or losses of its batch.
 parameter, each rank needs the parameter's values in all places, and the parameter's gradient is the mean over ranks, as
 for what the forward computes. Therefore the parameter is gathered, and the function computes with ordinary tensors.
 
-Writes are no such functions: every rank writes its rows, with values that are the same on every rank. Neither is what is
-computed from gradients and optimizers' states, and not from parameters.
+Writes are no such functions: every rank writes its rows, with values that are the same on every rank. Neither is what
+is computed from gradients and optimizers' states, and not from parameters only.
 
 This is decided for functions, above autograd: the gather has a gradient.
 """
@@ -92,7 +92,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a function with whole parameters. The result is this rank's own.
 
-    It is an ordinary tensor, or, for numbers, indices and masks, which torch's DTensors can be combined with, a DTensor.
+    It is an ordinary tensor; for numbers, indices and masks, which torch's DTensors can be combined with, a DTensor.
     """
     lists = [a for a in args if is_list_of_tensors(a)]
     if name.startswith("_foreach_") and lists and (count := len(lists[0])) > 1:  # others of a list may be no parameters
