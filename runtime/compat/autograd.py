@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
     "GradientRequest",
+    "Uncaptured",
     "backward_id",
     "below_autograd",
     "below_function_transforms",
@@ -47,6 +48,21 @@ def in_backward() -> bool:
 
 backward_id = _current_graph_task_id
 """Returns a number that is the same throughout one backward pass; -1 outside of any."""
+
+
+class Uncaptured(torch.autograd.Function):
+    """A function whose backward has effects that compiled autograd would lose: it refuses to be captured.
+
+    Compiled autograd asks all nodes of a backward for their keys before it runs any.
+    """
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        raise NotImplementedError(
+            "Compiled autograd (torch._dynamo.config.compiled_autograd) would capture a backward through sharded "
+            "parameters, whose gradients are reduced and accumulated outside of what it captures. Switch it off: "
+            'torch.compile(model, backend="mfsdp") compiles the backward together with the forward.'
+        )
 
 
 class GradientRequest(Enum):

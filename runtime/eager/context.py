@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import compat
+from ..geometry.bucket_plan import BucketPlan
 from ..geometry.topology import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
@@ -30,6 +32,9 @@ class EagerOwner(Protocol):
 
     @property
     def comm_buffers(self) -> BufferPool: ...
+
+    def fsdp2s_policy(self, plan: BucketPlan) -> MixedPrecisionPolicy:
+        """Return a bucket's policy as FSDP2's class."""
 
     def leave_backward(self) -> None:
         """Outside of backward, clean up after a backward that was entered and not finished: it has raised.

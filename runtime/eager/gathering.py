@@ -559,7 +559,8 @@ class Gathering:
 def _prepare(step: StepContext, bucket: Bucket, extension: Extension) -> ExtensionInput:
     try:
         with compat.below_function_transforms(), torch.no_grad():
-            return extension.prepare(bucket.plan, bucket.locations[0][0].module, bucket.topology.mesh)
+            policy = step.owner.fsdp2s_policy(bucket.plan)
+            return extension.prepare(bucket.plan, bucket.locations[0][0].module, bucket.topology.mesh, policy)
     except BaseException as error:
         step.owner.failed(error)  # in a backward, nothing else catches it
         raise

@@ -255,7 +255,7 @@ class Anchors:
         return Anchors(tuple(params), whole, served, written)
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(compat.Uncaptured):
     """Maps a bucket's parameters, which are autograd leaves, to anchors without memory ::
 
         shards  -- _Reduce -->  anchors, of full shape  -- _Attach -->  gathered views

@@ -499,8 +499,15 @@ class Bucket(FlatShard, Owned[BucketOwner]):
                     yield index, module, location.attribute
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was replaced since the model was sharded."""
+        """Raise if a parameter, or how it is gathered, was replaced since the model was sharded."""
         for param, locations in zip(self.params, self.locations, strict=True):
+            if _GATHERS in vars(param._local_tensor):  # type: ignore[attr-defined]
+                raise NotImplementedError(
+                    f"fsdp_pre_all_gather was set on the local tensor of parameter {locations[0].name!r}, which is a "
+                    "view of its bucket's shard and has no effect on gathers. Define fsdp_pre_all_gather and "
+                    "fsdp_post_all_gather in a class around its values, and make it a parameter of that class before "
+                    "fully_shard; to gather in another dtype, use MixedPrecisionPolicy(param_dtype=...)."
+                )
             for location in locations:
                 module = location.holder()
                 if module is not None and module._parameters.get(location.attribute) is not param:
@@ -534,6 +541,9 @@ class Bucket(FlatShard, Owned[BucketOwner]):
     def __repr__(self) -> str:
         return f"Bucket({self.plan.name!r}: {self.plan.layout})"
 
+
+_GATHERS = "fsdp_pre_all_gather"
+"""Method of FSDP2's classes of parameters that gather themselves."""
 
 _OWN_ATTRIBUTES = {
     "_local_tensor",

@@ -90,13 +90,16 @@ class Extension:
         """Return the same around other rows."""
         return Extension(self._wrapped, rows)
 
-    def prepare(self, plan: BucketPlan, module: nn.Module, mesh: DeviceMesh) -> ExtensionInput:
+    def prepare(
+        self, plan: BucketPlan, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    ) -> ExtensionInput:
         """Call ``fsdp_pre_all_gather``.
 
         Args:
             plan: Plan of the bucket.
             module: Module that holds the parameter.
             mesh: Mesh of the data-parallel ranks.
+            policy: FSDP2's policy of the parameter.
 
         Raises:
             RuntimeError: It has returned something else than tensors, or tensors without this rank's rows where ranks
@@ -109,7 +112,6 @@ class Extension:
         pre: Any = self._wrapped.fsdp_pre_all_gather  # type: ignore[attr-defined]
         arguments: tuple[Any, ...] = (mesh,)
         if len(inspect.signature(pre).parameters) > 1:
-            policy = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=plan.comm_dtype)
             arguments = (mesh, size, torch.empty(size, device="meta").stride(), module, policy)
         inputs, metadata = pre(*arguments)
         inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)

@@ -100,7 +100,7 @@ def shards_of(buckets: Sequence[Bucket], backwards: Sequence[Backward]) -> Seque
     return shards
 
 
-class _Shards(torch.autograd.Function):
+class _Shards(compat.Uncaptured):
     """Maps parameters, which are autograd leaves, to the flat shards of their buckets.
 
     There is one node for all buckets of a graph: a node of its own for each takes longer than everything else here.

@@ -266,7 +266,7 @@ class _FromOrdinary(torch.autograd.Function):
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient, None
 
 
-class _Average(torch.autograd.Function):
+class _Average(compat.Uncaptured):
     @staticmethod
     def forward(ctx: Any, value: ReplicatedTensor, averaging: Averaging) -> Tensor:
         ctx.mesh, ctx.averaging = value.device_mesh, averaging

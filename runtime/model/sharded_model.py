@@ -24,10 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import compat
 from ..eager.engine import EagerRuntime
 from ..eager.modules import label_module
+from ..geometry.bucket_plan import BucketPlan
 from ..geometry.exchange import Overlap, buffer_bytes
 from ..geometry.partition import Peers
 from ..geometry.topology import Topology
@@ -242,6 +244,10 @@ class ShardedModel:
                         "takes parameters that all ranks know. Number experts from 0 on every rank, or stack them in "
                         "one parameter, or use torch.distributed.checkpoint with model.state_dict()."
                     )
+
+    def fsdp2s_policy(self, plan: BucketPlan) -> MixedPrecisionPolicy:
+        """Return a bucket's policy as FSDP2's class."""
+        return list(self.precision)[plan.policy].as_fsdp2s
 
     def check_complete(self) -> None:
         """Raise if the model was given a parameter that is in no bucket: each rank would train it alone."""

@@ -311,6 +311,19 @@ class MixedPrecisionPolicy:
             )
         raise TypeError(f"{argument} takes an mfsdp_compile.MixedPrecisionPolicy, got a {kind}. {hint}")
 
+    @property
+    def as_fsdp2s(self) -> TorchPolicy:
+        """FSDP2's policy of the same meaning: of one that :meth:`of` has taken, an equal one."""
+        reduced = self.grad_comm_dtype
+        more = {"param_dtype_override_fn": self.param_dtype_override_fn} if self.param_dtype_override_fn else {}
+        return TorchPolicy(
+            param_dtype=self.param_dtype,
+            reduce_dtype=reduced if isinstance(reduced, torch.dtype) else None,
+            output_dtype=self.output_dtype,
+            cast_forward_inputs=self.cast_forward_inputs,
+            **more,  # type: ignore[arg-type]
+        )
+
     def __str__(self) -> str:
         """The dtypes that are not the default's."""
         defaults = MixedPrecisionPolicy()
@@ -330,8 +343,8 @@ _MEGATRONS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
 MixedPrecisionPolicy.__init__ = names_arguments(  # type: ignore[method-assign]
     "MixedPrecisionPolicy",
     {
-        "reduce_dtype": "It is called grad_comm_dtype here. FSDP2's own policy, torch.distributed.fsdp.MixedPrecisionPolicy, can "
-        "be passed as it is.",
+        "reduce_dtype": "It is called grad_comm_dtype here. FSDP2's own policy, "
+        "torch.distributed.fsdp.MixedPrecisionPolicy, can be passed as it is.",
         "buffer_dtype": "Buffers keep their dtype: change it before sharding.",
         "grad_reduce_in_fp32": "It is grad_comm_dtype=torch.float32 here.",
     },
