@@ -286,19 +286,20 @@ def fully_shard_optimizer(
             communicate nothing. ``load_state_dict`` accepts both, and also the state of unsharded parameters.
         flat: Step over flat tensors, one per bucket and parameter group, instead of over parameters. For any optimizer
             that works element by element, or block by block (see ``optimizer_block_size`` of
-            :func:`fully_shard_model`); it gets plain tensors. Between steps, ``param_groups`` and ``state`` are by
-            parameter as usual. Step hooks see flat tensors.
+            :func:`fully_shard_model`); it gets plain tensors. Between steps, and in step hooks, ``param_groups`` and
+            ``state`` are by parameter as usual. Classes that are not torch's must be declared, with
+            :func:`declare_optimizer`.
         whole: Step over whole parameters, each on one rank, which also holds its state. For any optimizer that works on
             each parameter by itself, such as Shampoo, SOAP and Adafactor; it gets plain tensors. State dicts hold the
-            state of what this rank steps.
+            state of what this rank steps. Classes that are not torch's must be declared, too.
 
     Returns:
         The same optimizer.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.
-        ValueError: If it has no parameters, or some that are not sharded; if it is already extended; or if it does not
-            support ``flat`` or ``whole``.
+        ValueError: If it has no parameters, or some that are not sharded; if it is already extended; or if it is
+            not known to support ``flat`` or ``whole``.
         NotImplementedError: With ``whole`` or a Muon, if a matrix is divided over two mesh dimensions besides the
             data-parallel ones.
     """

@@ -328,6 +328,8 @@ class TrainStep:
     def _step(self, kernels: UpdateKernels | None) -> Tensor | None:
         """Clip gradients, step and zero gradients. Return the norm that gradients had, if they are clipped."""
         norm, scale = None, None
+        if self._flat is not None and self._flat.has_hooks:
+            kernels = None  # code of the program sees gradients that were clipped
         if self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
             params = [param for group in self._optimizer.param_groups for param in group["params"]]

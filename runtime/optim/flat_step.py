@@ -222,7 +222,7 @@ class FlatStep:
             scale: What gradients are multiplied by, a 0-dimensional tensor on their device. None: nothing.
         """
         self._scale = scale
-        if kernels is not None and not self.has_hooks:
+        if kernels is not None:
             kernels.begin_step()
             self._kernels = kernels
         try:
@@ -316,8 +316,7 @@ class FlatStep:
             for run, given in zip(runs, params, strict=True):
                 run.group["params"] = given
             for run in runs:
-                _own_state(optimizer.state.get(run.flat, {}), gradient)
-                self._give_back(run)
+                self._give_back(run, gradient)
         if kept_outside(optimizer) != before:
             raise RuntimeError(
                 f"The {type(optimizer).__name__} counts calls of step() in itself or in its groups, and was declared "
@@ -329,7 +328,7 @@ class FlatStep:
     def _over_runs(self) -> Iterator[None]:
         state = self._optimizer.state
         is_flat = not why_not_flat(self._optimizer)  # the program may have replaced a part of its code since
-        taken: list[Run] = []
+        taken: list[tuple[Run, Tensor]] = []
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
@@ -337,8 +336,8 @@ class FlatStep:
                 for run in self._runs_of(group):
                     if run.bucket in self.stepped or (is_flat and self._step_compiled(run)):
                         continue
-                    if is_flat and self._take(run):
-                        taken.append(run)
+                    if is_flat and (gradient := self._take(run)) is not None:
+                        taken.append((run, gradient))
                         tensors.append(run.flat)
                         if run.state:
                             state[run.flat] = run.state
@@ -352,8 +351,8 @@ class FlatStep:
         finally:
             for group, params in zip(self._optimizer.param_groups, given, strict=True):
                 group["params"] = params
-            for run in taken:
-                self._give_back(run)
+            for run, gradient in taken:
+                self._give_back(run, gradient)
 
     def _runs_of(self, group: dict[str, Any]) -> list[Run]:
         params = [param for param in group["params"] if isinstance(param, RowShardedTensor)]
@@ -376,13 +375,13 @@ class FlatStep:
         return True
 
     @torch.no_grad()
-    def _take(self, run: Run) -> bool:
-        """Prepare a run for the step. Return False if its parameters must be stepped one by one."""
+    def _take(self, run: Run) -> Tensor | None:
+        """Prepare a run for the step. Return its gradient; None: its parameters must be stepped one by one."""
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
-            return False
+            return None
         self._give_gradient(run, gradient)
-        return True
+        return gradient
 
     def _give_gradient(self, run: Run, gradient: Tensor) -> None:
         setattr(run.flat, run.bucket.plan.grad_attribute, run.part_of(gradient))
@@ -419,13 +418,14 @@ class FlatStep:
         return True
 
     @torch.no_grad()
-    def _give_back(self, run: Run) -> None:
-        """Restore state by parameter after the step."""
+    def _give_back(self, run: Run, gradient: Tensor) -> None:
+        """Restore state by parameter after the step with the gradient of its bucket."""
         setattr(run.flat, run.bucket.plan.grad_attribute, None)
         _note_write(run)
         state = self._optimizer.state
         if run.flat in state:
             run.state = state.pop(run.flat)
+            _own_state(run.state, gradient)
         self._show_state(run)
 
     def _run_kernel(self, kernel: UpdateKernel, run: Run, gradient: Tensor, scale: Tensor | None = None) -> None:
@@ -481,8 +481,9 @@ class FlatStep:
                 for key, value in run.state.items():
                     if not run.is_for_all(value) and not run.is_of_its_shape(value):
                         raise RuntimeError(
-                            f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
-                            "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
+                            f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} for "
+                            f"{len(run.params)} parameters of unit {run.bucket.plan.unit!r} together (flat=True): it "
+                            "cannot be separated by parameter, so a checkpoint would lack it."
                         )
 
 
@@ -498,7 +499,7 @@ def _scale_gradients(tensors: Sequence[Tensor], scale: Tensor) -> None:
 
 
 def _own_state(state: dict[str, Any], gradient: Tensor) -> None:
-    """Copy state that an optimizer keeps in the memory of a gradient, which compiled code reuses."""
+    """Copy state that an optimizer keeps in the memory of a gradient, which is used again for other gradients."""
     address = gradient.untyped_storage().data_ptr()
     for key, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == address:

@@ -93,6 +93,7 @@ def compare(mode: str, optimizer: Any, **arguments: Any) -> Trained:
         assert torch.equal(a, b), number
     replays = [recording.replays for recording in mine.recorder.recordings]
     assert replays[-1] >= 2
+    assert mine.model.sharded.coordinator.steps == STEPS
     assert len(replays) == min(mine.accumulation, 3), replays
     return mine
 

@@ -68,6 +68,33 @@ class CountsInGroups(Lion):
         super().step()
 
 
+@declare_optimizer("elementwise")
+class KeepsGradients(torch.optim.Optimizer):
+    """Keeps the last gradient, and not a copy."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    param.sub_(param.grad - 0.5 * state.get("previous", param.grad), alpha=group["lr"])
+                    state["previous"] = param.grad
+
+
+@declare_optimizer("elementwise")
+class FailsAfterBackward(Lion):
+    """Fails in its second step, when the buckets have been stepped."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        if self.state and not any(group["params"] for group in self.param_groups):
+            raise ValueError("after the backward")
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
@@ -78,6 +105,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
     "Lion": Lion,
     "CountsInGroups": CountsInGroups,
+    "KeepsGradients": KeepsGradients,
     "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2),
 }
 
@@ -405,6 +433,27 @@ class _ExtraOnOneRank(zoo.Plain):
             return super().forward(x * self.extra if dist.get_rank() == dist.get_world_size() - 1 else x)
 
 
+class _UsedInTurns(zoo.Plain):
+    """A parameter of each block that only every other forward uses."""
+
+    class block(zoo.Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.extra, self.calls = nn.Parameter(torch.ones(width)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x * self.extra if self.calls % 2 else x)
+
+
+@on_ranks(2)
+def test_parameters_that_are_used_in_turns() -> None:
+    one, other = (Trained(how, EAGER, _UsedInTurns, steps=6) for how in ("written out", "compile_step"))
+    assert other.stepped
+    for key, value in one.tensors.items():
+        assert torch.equal(value, other.tensors[key]), key
+
+
 @on_ranks(2)
 def test_ranks_that_use_other_parameters() -> None:
     one, other = (Trained(how, EAGER, _ExtraOnOneRank) for how in ("written out", "compile_step"))
@@ -653,6 +702,21 @@ def test_an_error_in_the_middle_of_the_backward() -> None:
     with parity.first_rank_warns(RuntimeWarning, "its rows come from different steps"):
         trained.model.reset()
     trained.train(parity.batches(1, shape=(3, 8)))
+
+
+@on_ranks(2)
+def test_an_error_after_the_buckets_were_stepped() -> None:
+    """The step that fails changes nothing itself: the backward has."""
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    step = compile_step(model, FailsAfterBackward(model.parameters()), backend=None)
+    x = parity.batches(1, shape=(3, 8))[0, dist.get_rank()]
+    step(x)
+    with pytest.raises(ValueError, match="after the backward"):
+        step(x)
+    with raises_everywhere(RuntimeError, "had been stepped in part", "model.reset()"):
+        step(x)
+    with parity.first_rank_warns(RuntimeWarning, "1 and a part of one"):
+        model.reset()
 
 
 @on_ranks(2)
