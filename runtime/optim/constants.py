@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -60,7 +60,7 @@ def plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
     if is_of_torch(optimizer):
         return []
     found: list[tuple[str, Any]] = [("defaults", plain_settings(optimizer.defaults))]
-    functions: dict[FunctionType, None] = {}
+    methods: dict[str, list[FunctionType]] = {}
     kinds = [kind for kind in type(optimizer).__mro__ if kind not in (torch.optim.Optimizer, object)]
     for kind in kinds:
         for name, value in vars(kind).items():
@@ -70,7 +70,7 @@ def plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
                 raise CannotCompile(f"its class computes attributes ({what})")
             if isinstance(function, FunctionType):
                 found.append((what, repr(function)))  # which one it is
-                functions[function] = None
+                methods.setdefault(name, []).append(function)
             elif is_constant(value):
                 found.append((what, value))
             elif not (name.startswith("__") and name.endswith("__")):
@@ -82,24 +82,28 @@ def plain_attributes(optimizer: Any) -> list[tuple[str, Any]]:
         if not is_plain(value):
             raise CannotCompile(f"its attribute {name!r} is a {type(value).__name__}")
         found.append((name, value))
-    return found + _variables(functions)
+    return found + _variables(methods)
 
 
-def _variables(functions: dict[FunctionType, None]) -> list[tuple[str, Any]]:
-    """Return what functions, and those that they call, read of their modules and of enclosing functions."""
+def _variables(methods: Mapping[str, Sequence[FunctionType]]) -> list[tuple[str, Any]]:
+    """Return what ``step``, and what it calls, read of their modules and of enclosing functions."""
     found: list[tuple[str, Any]] = []
-    todo = [*functions]
+    todo = [*methods.get("step", ())]
+    seen = set(todo)
     while todo:
         function = todo.pop()
+        called = [method for name in _names(function.__code__)[0] for method in methods.get(name, ())]
+        called += filter(None, [getattr(function, "__wrapped__", None)])  # torch puts hooks around step
+        todo += [method for method in called if method not in seen]
+        seen |= set(called)
         if str(function.__globals__.get("__name__")).split(".")[0] in _KNOWN:
             continue
         for name, value in _read_by(function):
-            inner = getattr(value, "__wrapped__", value)
-            if isinstance(inner, FunctionType):
+            if isinstance(value, FunctionType):
                 found.append((f"{function.__name__}.{name}", repr(value)))
-                if inner not in functions:
-                    functions[inner] = None
-                    todo.append(inner)
+                if value not in seen:
+                    seen.add(value)
+                    todo.append(value)
             elif is_constant(value):
                 found.append((f"{function.__name__}.{name}", value))
             elif not _is_of_library(value):

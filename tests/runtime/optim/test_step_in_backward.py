@@ -474,6 +474,16 @@ needs_penalties = pytest.mark.skipif(
 )
 
 
+@on_ranks(2)
+def test_a_gradient_that_keeps_its_memory_is_copied_where_it_is_state() -> None:
+    """With ``cuda_graph_mode``, the next gradient is written to the same memory."""
+    one = Trained("written out", EAGER, optimizer="KeepsGradients", flat=False)
+    for how in ("written out", "compile_step"):
+        other = Trained(how, EAGER, optimizer="KeepsGradients", cuda_graph_mode=True)
+        for key, value in one.tensors.items():
+            torch.testing.assert_close(other.tensors[key], value, msg=f"{how}, {key}")
+
+
 @needs_penalties
 @pytest.mark.long_if("2-aot_eager-*")
 @pytest.mark.parametrize("loss", [_with_penalty, _penalty_first])

@@ -171,6 +171,23 @@ def _counts_elsewhere(self: Any, group: Any, param: Tensor, state: Any) -> None:
     param.sub_(param.grad, alpha=group["lr"] / len(_calls))
 
 
+_rate, _drawn = 1.0, 0
+
+
+def _reads_a_variable(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad, alpha=_rate * group["lr"])
+
+
+def _changes_a_variable(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    global _drawn
+    _drawn += 1
+    param.sub_(param.grad, alpha=group["lr"])
+
+
+def _reads_an_object(self: Any, group: Any, param: Tensor, state: Any) -> None:
+    param.sub_(param.grad, alpha=group["lr"] * len(COMPILED))
+
+
 def _counts_after_use(self: Any, group: Any, param: Tensor, state: Any) -> None:
     count = state.setdefault("step", torch.ones(()))
     param.sub_(param.grad * group["lr"] / count)
@@ -188,7 +205,7 @@ def _without_rate(self: Any, group: Any, param: Tensor, state: Any) -> None:
 
 
 COMPILED: dict[str, Optim] = {
-    **{name: OPTIMIZERS[name] for name in OPTIMIZERS if name not in ("Muon", "CountsInGroups")},
+    **{name: OPTIMIZERS[name] for name in OPTIMIZERS if name not in ("Muon", "CountsInGroups", "KeepsGradients")},
     "maximizes": lambda params: torch.optim.Adam(params, lr=1e-2, maximize=True, foreach=True, weight_decay=0.1),
     "Nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "plain SGD": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -202,6 +219,21 @@ COMPILED: dict[str, Optim] = {
     "without a rate": custom(_without_rate),
     "flags": custom(_flags),
 }
+
+
+class OfAnObject(Lion):
+    """Has an object in its class."""
+
+    held = [1.0]  # noqa: RUF012
+
+
+class Computed(Lion):
+    """Computes an attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
 LEFT: dict[str, tuple[Optim, str]] = {
     "RAdam": (lambda params: torch.optim.RAdam(params, lr=1e-2), "cannot be traced: GuardOnDataDependentSymNode"),
     "ASGD": (lambda params: torch.optim.ASGD(params, lr=1e-2), "cannot be traced: GuardOnDataDependentSymNode"),
@@ -218,6 +250,10 @@ LEFT: dict[str, tuple[Optim, str]] = {
     "global state": (custom(_global_state), "keeps state that belongs to no parameter"),
     "nested": (custom(_nested), "keeps something outside of its state"),
     "array": (custom(_array, count=np.zeros(1)), "its attribute 'count' is a ndarray"),
+    "object of the class": (OfAnObject, "its attribute 'OfAnObject.held' is a list"),
+    "computed attributes": (Computed, "its class computes attributes (Computed.__getattr__)"),
+    "a variable changed": (custom(_changes_a_variable), "_changes_a_variable() changes the variable '_drawn'"),
+    "an object read": (custom(_reads_an_object), "_reads_an_object() reads 'COMPILED', a dict"),
     "random": (custom(_random), "aten.rand.default draws random numbers"),
     "reversed": (custom(_reversed), "aten.rsub.Tensor takes or changes a number"),
     "notes the norm": (custom(_notes_the_norm), "takes or changes a number"),
@@ -321,6 +357,19 @@ def test_settings_and_attributes_that_change_in_place() -> None:
         moved = torch.zeros(1000)
         kernel(moved, torch.ones(1000), None, 0.0, {})
         assert moved[0].item() == -right
+
+
+def test_a_variable_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, flat, state = stepped(custom(_reads_a_variable))
+    kernels = UpdateKernels(optimizer, compat.step_without_hooks(type(optimizer)), {})
+    for rate in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "_rate", rate)
+        kernels.begin_step()
+        kernel = kernels.find(flat, optimizer.param_groups[0], state, False)
+        assert isinstance(kernel, UpdateKernel), kernel
+        moved = torch.zeros(1000)
+        kernel(moved, torch.ones(1000), None, 0.5, {})
+        assert moved[0].item() == -0.5 * rate
 
 
 def test_default_dtypes_of_the_program() -> None:
