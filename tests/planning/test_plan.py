@@ -786,6 +786,35 @@ def test_command_explains_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
+def test_code_of_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked, either: input() would wait for an answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    for kind in ("vit", "llama", "theirs"):
+        config = {"model_type": kind, "architectures": ["TheirModel"], "auto_map": code}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(
+            ValueError, match=r"code that comes with it \(theirs\.Config, theirs\.Model\), which is never run"
+        ):
+            workload(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamma"}))
+    with pytest.raises(ValueError, match=r"has no model of the type 'llamma'\. Did you mean 'llama'\?"):
+        workload(str(tmp_path))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "auto_map": code, **sizes}
+    kernels = {"attn_implementation": "kernels-community/theirs", "_attn_implementation": "kernels-community/theirs"}
+    (tmp_path / "config.json").write_text(json.dumps(config | kernels))
+    assert type(workload(str(tmp_path)).build()).__module__.startswith("transformers.models.llama")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_name_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
