@@ -270,10 +270,15 @@ class Order:
             return compat.nccl_options(compat.process_group(self.group)) is not None
         return False
 
-    def standstill(self) -> RuntimeError:
-        """Return the error of a rank that waits for ranks which will never arrive."""
+    def standstill(self, error: BaseException | None = None) -> RuntimeError:
+        """Return the error of a rank that waits for ranks which will never arrive.
+
+        Args:
+            error: The backend's error, with which the wait has ended.
+        """
         advice = _ADVICE_ON_GPUS if self.was_aborted else ADVICE
-        return RuntimeError(f"This rank would wait forever for other ranks. {self.stalled} {advice}")
+        last = f" The backend's error: {error}" if error is not None else ""
+        return RuntimeError(f"This rank would wait forever for other ranks. {self.stalled} {advice}{last}")
 
     def check(self) -> None:
         """Raise RuntimeError if nothing can follow."""

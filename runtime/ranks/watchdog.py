@@ -230,7 +230,7 @@ class Watchdog:
                         order.stall(over["text"])
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
-                raise RuntimeError(f"{order.standstill()} {_of_backend(error)}") from None
+                raise order.standstill(error) from None
         if not live or any(order.stalled is not None for order in live):
             return
         order = main_order(live)
@@ -238,7 +238,7 @@ class Watchdog:
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
             f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if order.runs_on_nccl else KEPT} where all ranks "
-            f"live. {_of_backend(error)}"
+            f"live. The backend's error: {error}"
         ) from None
 
     def explain_nccl(self, error: BaseException) -> None:
@@ -263,10 +263,12 @@ class Watchdog:
         if not (live := self._live()):
             return None
         order = main_order(live)
-        why = f"{order.progress}: {why_failed(live, self._guarded, error)}"
         if order.stalled is not None:
-            why = str(order.standstill())
-        return RuntimeError(f"Rank {dist.get_rank()}, {why} {_of_backend(error)}").with_traceback(trace)
+            return order.standstill(error).with_traceback(trace)
+        return RuntimeError(
+            f"A collective of the program itself failed on rank {dist.get_rank()}, {order.progress}: "
+            f"{why_failed(live, self._guarded, error)} The backend's error: {error}"
+        ).with_traceback(trace)
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -409,10 +411,11 @@ class Watchdog:
             if failed["is over"] and self._waits.is_waiting(store, mine):
                 return True
             begun = order.events + (mine.is_next and mine.order is order)
-            return begun > failed["number"] or _has_started_beyond(counts)
-        if is_in_package(sys._current_frames().get(order.thread)):
-            return order.events > failed["number"] or _has_started_beyond(counts)
-        return journal.has_started_beyond(counts, {model.name for model in models})
+        elif is_in_package(sys._current_frames().get(order.thread)):
+            begun = order.events
+        else:
+            return journal.has_started_beyond(counts, {model.name for model in models})
+        return begun > failed["number"] or _has_started_beyond(counts)
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""
@@ -491,10 +494,6 @@ class Watchdog:
         if self._store is None or self._store_of is not default:
             self._store, self._store_of = compat.another_connection(default), default
         return self._store
-
-
-def _of_backend(error: BaseException) -> str:
-    return f"The backend's error: {error}"
 
 
 def _in_program(asked: Sequence[Asking], live: Collection[Order]) -> Asking | None:
