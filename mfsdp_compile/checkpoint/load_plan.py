@@ -187,7 +187,6 @@ class LoadPlan:
                 f"{reader.directory} also holds {listed(unnamed, 4)}, neither the model's nor the optimizer's, which "
                 "is not loaded. If the program needs it, read it with torch.distributed.checkpoint; name it in "
                 "allow_unexpected.",
-                by=None,
             )
 
     def _plan_extra_state(self, name: str, stored: dict[str, str]) -> None:

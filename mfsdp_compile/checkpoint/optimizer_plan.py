@@ -278,9 +278,10 @@ class OptimizerPlan:
                 if name not in present and param.requires_grad:
                     self._differences.add("missing", f"optimizer.{name}")
         for held in groups:
-            if not any(self._plain(name) in self._known for name in held):
-                for name in held:
-                    self._differences.add("unexpected", f"optimizer.{self._plain(name)}")
+            strangers = [self._plain(name) for name in held if self._plain(name) not in self._known]
+            if not stateful or len(strangers) == len(held):  # others have nothing to lose: they are frozen
+                for name in strangers:
+                    self._differences.add("unexpected", f"optimizer.{name}")
         if self._megatron is None:
             for key in self._stored:
                 if key.startswith("optimizer.") and not key.startswith((_STATE, _GROUPS)):
@@ -299,6 +300,8 @@ class OptimizerPlan:
         for i, group in enumerate(groups):
             try:
                 groups[i] = stored.merged(i, group, known)
+                if not self._is_of_class:
+                    stored.check_class(group, self._optimizer, known)
             except CheckpointError as error:
                 self._conflict = self._conflict or error
         return groups

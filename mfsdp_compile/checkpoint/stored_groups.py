@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
@@ -94,8 +95,7 @@ class StoredGroups:
         Raises:
             CheckpointError: Its parameters have different settings, or settings of another kind.
         """
-        own = {known_name for known_name in group["params"]}
-        sources = [source for source, names in self.params.items() if any(known(name) in own for name in names)]
+        sources = self._sources(group, known)
         settings = self.settings[sources[0]] if sources else {}
         if any(not _equal(self.settings[source], settings) for source in sources):
             raise CheckpointError(
@@ -111,6 +111,23 @@ class StoredGroups:
                 )
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         return {**group, **settings, **kept}
+
+    def check_class(
+        self, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, known: Callable[[str], str | None]
+    ) -> None:
+        """Raise CheckpointError if the settings of a group's parameters are those of another class."""
+        for source in self._sources(group, known):
+            unknown = sorted(self.settings[source].keys() - group.keys() - {"initial_lr"})
+            if unknown and (lacking := sorted(optimizer.defaults.keys() - self.settings[source].keys())):
+                raise CheckpointError(
+                    f"{self.directory} has the settings of an optimizer of another class: {', '.join(unknown)}, not "
+                    f"{', '.join(lacking)} of the {type(optimizer).__name__}. Load it without an optimizer, which then "
+                    "starts over. Nothing was loaded."
+                )
+
+    def _sources(self, group: Mapping[str, Any], known: Callable[[str], str | None]) -> list[int]:
+        own = set(group["params"])
+        return [source for source, names in self.params.items() if any(known(name) in own for name in names)]
 
 
 def numbered(reader: CheckpointReader, which: str) -> CheckpointError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -182,8 +183,7 @@ def named_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
     """Return the groups of an optimizer by name of parameter, without computing the state."""
     names = iter(parameter_names(optimizer))
     return [
-        {**group, "params": [name for name, _ in zip(names, group["params"], strict=False)]}
-        for group in optimizer.param_groups
+        {**group, "params": list(itertools.islice(names, len(group["params"])))} for group in optimizer.param_groups
     ]
 
 

@@ -129,8 +129,11 @@ def test_tied_parameters_under_another_first_name() -> None:
     untied, _ = build("a", "b", False)
     fill(untied, 1)
     path = Checkpoints(folder).save(1, untied)
-    with pytest.warns(UserWarning, match="are one parameter here"):
+    before = held(model)
+    with raises_everywhere(CheckpointError, "are of one parameter here", "Nothing was loaded"):
         load(path, model)
+    assert held(model) == before
+    assert load(path, model, allow_unexpected="model.b.weight").left_out == ("model.b.weight",)
     assert set(held(model).values()) == {1.0}
 
 
@@ -400,6 +403,12 @@ def test_a_published_checkpoint_is_no_failure() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         path = checkpoints.save(1, model)
+    with pytest.raises(CheckpointError, match=r"does not name a checkpoint: .* is not a regular file"):
+        checkpoints.latest()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(folder) / "latest").rmdir()
+    dist.barrier()
     assert checkpoints.latest() == path
     assert any("is complete" in str(w.message) for w in caught) == (dist.get_rank() == 0)
 
@@ -475,7 +484,7 @@ def test_without_looking_at_digests() -> None:
         (path / "manifest.json").write_text(json.dumps({**body, "step": 8}))
     dist.barrier()
     restored = load(path, model, optimizer, verify=False)
-    assert (restored.step, restored.generators) == (None, False)
+    assert (restored.step, restored.extra, restored.generators) == (None, {"a": 1}, True)
 
 
 @on_ranks(2)

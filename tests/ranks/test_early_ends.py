@@ -117,7 +117,9 @@ def test_a_rank_takes_fewer_steps(way: str, mode: str) -> None:
             process.join()
     assert took < SECONDS
     assert ("gather " in text) == (way != "barrier"), text
-    assert ("rank 0, after 3 optimizer steps: Rank 1" if way == "barrier" else "in its 4th optimizer step") in text, text
+    assert ("rank 0, after 3 optimizer steps: Rank 1" if way == "barrier" else "in its 4th optimizer step") in text, (
+        text
+    )
     if "waits" in way:
         assert f"Rank 1 waits after {SHORT} optimizer steps in a collective of the program itself" in text, text
         return

@@ -319,8 +319,7 @@ class _Faulty:
         file, how = damage(path, choice)
         self._damaged.add((path, path.stat().st_ino))
         self._saved = good[-2][0].step or 0
-        # Without its manifest it is like a checkpoint that was not finished.
-        self._must_refuse = (file, how) != ("manifest.json", "removed")
+        self._must_refuse = True
         return f"{path.name}/{file} {how}"
 
 
