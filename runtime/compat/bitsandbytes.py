@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .dispatch import no_torch_function
 
-__all__ = ["Weight", "check_weight", "forward_of", "is_weight", "parts_of", "prepare_layer", "refusal"]
+__all__ = ["Weight", "check_weight", "forward_of", "is_of_8_bits", "is_weight", "parts_of", "prepare_layer"]
 
 
 class _Nothing:
@@ -46,14 +46,9 @@ def is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, _class("nn.modules", "Params4bit"))
 
 
-def refusal(kind: type) -> str:
-    """Return what to do instead of sharding a parameter of this class of bitsandbytes; "" for other classes."""
-    if not kind.__module__.startswith("bitsandbytes."):
-        return ""
-    return (
-        " bitsandbytes has put it there, with statistics that only it has. Of its weights, those of 4 bits can be "
-        "sharded (load_in_4bit=True, Linear4bit). Others can stay whole on each rank: pass them in ignored_params."
-    )
+def is_of_8_bits(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight of ``Linear8bitLt``, which keeps statistics in attributes."""
+    return isinstance(tensor, _class("nn.modules", "Int8Params"))
 
 
 def check_weight(name: str, param: Any) -> None:

@@ -425,8 +425,12 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
             )
-        elif hint := compat.bitsandbytes.refusal(type(param)):
-            raise NotImplementedError(f"Parameter {name!r} is of the class {type(param).__name__}.{hint}")
+        elif compat.bitsandbytes.is_of_8_bits(param):
+            raise NotImplementedError(
+                f"Parameter {name!r} is a {type(param).__name__}, which bitsandbytes has put there, with statistics "
+                "that only it has. Of its weights, those of 4 bits can be sharded (load_in_4bit=True, Linear4bit). "
+                "Others can stay whole on each rank: pass them in ignored_params."
+            )
         if param.is_meta and not allows_meta:
             raise ValueError(
                 f"Parameter {name!r} is on the meta device and has no value. Pass init_model_with_meta_device=True to "

@@ -201,16 +201,15 @@ def test_private_attributes_of_torch() -> None:
     assert not gone, "nothing reads these any more: take them out of the list"
 
 
+LIBRARIES = ("bitsandbytes", "torchao", "torchao_nf4", "transformer_engine")
+"""Modules of compat about libraries other than torch."""
+
+
 def test_no_more_private_names_in_compat() -> None:
     """Names that are imported from private modules, and private attributes of torch's modules and objects."""
     used = set()
     for path in files().values():
-        if path.parent.name != "compat" or path.stem in (
-            "torchao",
-            "torchao_nf4",
-            "bitsandbytes",
-            "transformer_engine",
-        ):
+        if path.parent.name != "compat" or path.stem in LIBRARIES:
             continue
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
