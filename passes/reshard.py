@@ -57,8 +57,8 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
     """Return what is computed from the gathered parameters alone, elementwise, without maxima and scales.
 
     These are casts (from autocast), weights that a layer quantizes or dequantizes, and transposed copies, with their
-    views. A backward that saved them would hold whole parameters. Smaller inputs of the graph may be used too, such as
-    the table of the values that a weight of 4 bits can have.
+    views. A backward that saved them would hold whole parameters. Inputs that say how to read the parameters may be
+    used too, such as the table of the values that a weight of 4 bits can have.
     """
     pending = [*([gather.whole] if gather.whole is not None else []), *gather.views]
     large, small = set(pending), set[fx.Node]()  # what is computed from them alone
@@ -68,7 +68,7 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
             sources = roles.tensor_inputs(user)
             if user in large or user in small or not _is_elementwise(user):
                 continue
-            if all(s in large or s in small or _is_small_input(s, user) for s in sources):
+            if all(s in large or s in small or _is_constant(s, user) for s in sources):
                 pending.append(user)
                 if large.isdisjoint(sources) or _is_small(user):
                     small.add(user)
@@ -78,10 +78,11 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
     return derived
 
 
-def _is_small_input(node: fx.Node, user: fx.Node) -> bool:
+def _is_constant(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a node is an input that says how to read a gathered parameter: scales, one number, or a table."""
     if roles.has_kind(node, NodeKind.SCALES):
         return True
-    return node.op == "placeholder" and _numel(node) < _numel(user) and not compat.is_backward_node(user)
+    return node.op == "placeholder" and (_numel(node) == 1 or user.target is _aten.index.Tensor)
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -71,7 +71,9 @@ class Weight:
 
     def wrap(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return an ``NF4Tensor``."""
-        return _nf4_tensor(*tensors, self.shape, self.dtype, self.block_size, self.n_blocks, self.scaler_block_size)
+        data, scalers, factor, table, mean = tensors
+        blocks = self.block_size, self.n_blocks, self.scaler_block_size
+        return _nf4_tensor(data, scalers, factor, table, mean, self.shape, self.dtype, *blocks)
 
     connect = wrap
 

@@ -97,6 +97,7 @@ def test_numbers_and_memory() -> None:
             held = [bucket.flat for bucket in model.sharded.buckets if not bucket.flat.is_floating_point()]
             assert {flat.dtype for flat in held} == {torch.uint8}
             assert whole / 2 <= sum(flat.numel() for flat in held) <= 1.1 * whole / 2
+            assert not any(vars(module).get("quant_state") for module in model.modules())
             buffers = sum(buffer.numel() for buffer in model.buffers())
             assert buffers <= 4 * (16 + 256 + 1)  # of each of four weights
 
