@@ -82,7 +82,11 @@ def _is_constant(node: fx.Node, user: fx.Node) -> bool:
     """Whether a node is an input that says how to read a gathered parameter: scales, one number, or a table."""
     if roles.has_kind(node, NodeKind.SCALES):
         return True
-    return node.op == "placeholder" and (_numel(node) == 1 or user.target is _aten.index.Tensor)
+    if node.op != "placeholder":
+        return False
+    value = node.meta.get("val")
+    is_number = isinstance(value, torch.Tensor) and all(type(size) is int and size == 1 for size in value.shape)
+    return is_number or user.target is _aten.index.Tensor
 
 
 def _is_elementwise(node: fx.Node) -> bool:

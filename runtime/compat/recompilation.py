@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .frames import frames
+from .pytree import tree_leaves
 
 __all__ = ["LimitReached", "compile_beyond_limit"]
 
