@@ -138,11 +138,12 @@ class ParameterMethods(nn.Module):
         parallelism), parameters are divided as they were in the original model.
 
         Args:
-            writeback: Keep what was written to parameters. All ranks must write the same values. If False, changes are
-                lost.
+            writeback: Keep what was written to parameters. All ranks must write the same values, which they compare at
+                the exit. If False, changes are lost.
 
         Raises:
-            RuntimeError: If a step is in progress.
+            RuntimeError: If a step is in progress. At the exit, if ranks have written different values, or one has
+                failed. All parameters then keep their previous values.
             ValueError: At the exit, if a parameter was replaced by one of another shape. All parameters then keep their
                 previous values.
         """

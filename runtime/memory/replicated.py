@@ -87,6 +87,7 @@ class ReplicatedTensor(Dispatched):
     def data_ptr(self) -> int:
         return self._local_tensor.data_ptr()
 
+    @compat.python_only
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the ordinary tensor; the same on every rank."""
         return _ToOrdinary.apply(self.averaged)

@@ -198,6 +198,7 @@ class RowShardedTensor(Dispatched):
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
+    @compat.python_only
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return a copy of the whole tensor, ``[*shape]``, on every rank. A collective.
 
@@ -217,6 +218,7 @@ class RowShardedTensor(Dispatched):
             f"got {tuple(grad_placements)}."
         )
 
+    @compat.python_only
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:

@@ -371,7 +371,7 @@ class ShardedModel:
         self.check_parameters_are_everyones("summon_full_params")
         assert self.module is not None
         self.eager.leave_stray_reads()
-        with whole_parameters(self.buckets, self.module, writeback):
+        with whole_parameters(self.buckets, self.module, self.members.agreeing if writeback else None):
             yield
 
     def refuse_in_step(self, what: str) -> None:

@@ -3,42 +3,91 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import compat
 from ..eager.modules import as_written
 from ..geometry.partition import local_part
 from ..memory.bucket import Bucket
+from ..ranks import compared
+from ..ranks.agreement import agree
+from ..ranks.digests import value_digest
+
+Line = tuple[Bucket, str]
+"""What a message shows of a bucket's parameter, with a digest of its values; see :func:`.compared.line`."""
 
 
 @contextlib.contextmanager
-def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, writeback: bool) -> Iterator[None]:
+def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Put whole parameters into the modules, in the dtype of the shards, and disable windows and parameter properties.
 
     Args:
         buckets: Buckets of a sharded model.
         module: The module that it shards.
-        writeback: Whether to copy this rank's rows of the parameters back at the end.
+        group: All ranks, which compare the values at the end; then each copies its rows of them back. None: what was
+            written is lost.
 
     Raises:
         ValueError: At the end: a parameter was replaced by one of another shape. The shards keep their previous values.
+        RuntimeError: At the end: values are not the same on all ranks. The shards keep their previous values.
     """
     wholes = {bucket: _wholes(bucket) for bucket in buckets}
     for bucket, params in wholes.items():
         for index, holder, attribute in bucket.holders():
             holder._parameters[attribute] = params[index]
+    changed: list[tuple[Bucket, list[Tensor]]] = []
+
+    def written() -> list[Line]:
+        changed.extend((bucket, _now(bucket, params)) for bucket, params in wholes.items())
+        return [
+            (bucket, compared.line(f"values of {split.name}", value_digest(part)))
+            for bucket, parts in changed
+            for split, part in zip(bucket.splits, parts, strict=True)
+        ]
+
     try:
-        with as_written(module):
-            yield
-        changed = [(bucket, _now(bucket, params)) for bucket, params in wholes.items()] if writeback else []
+        try:
+            with as_written(module):
+                yield
+        except Exception as error:  # other ranks must not keep what they have written
+            if group is not None:
+                _compare(group, functools.partial(_fail, error))
+            raise
+        if group is not None:
+            _compare(group, written)
     finally:
         for bucket in wholes:
             for index, holder, attribute in bucket.holders():
                 holder._parameters[attribute] = bucket.params[index]
     for bucket, values in changed:
         bucket.take_rows_of(values)
+
+
+def _compare(group: dist.ProcessGroup, describe: Callable[[], Sequence[Line]]) -> None:
+    """Raise on every rank unless each bucket's lines are the same on all ranks that share it, or if one rank fails."""
+    lines: list[Line] = []
+
+    def of_all() -> list[str]:
+        lines.extend(describe())
+        return [line for bucket, line in lines if not bucket.plan.is_expert]
+
+    def of_experts() -> tuple[Sequence[int], Sequence[str]]:
+        found = [(bucket, line) for bucket, line in lines if bucket.plan.is_expert]
+        if not found:
+            return (), ()
+        holders = compat.process_group(found[0][0].topology.every.name)
+        return dist.get_process_group_ranks(holders), [line for _, line in found]
+
+    agree(group, "summon_full_params", of_all, within=of_experts)
+
+
+def _fail(error: Exception) -> Sequence[Line]:
+    raise error
 
 
 @torch.no_grad()

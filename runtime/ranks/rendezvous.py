@@ -338,7 +338,9 @@ class Rendezvous:
         if shown[0].startswith("values of"):
             difference = shown[0]
             hint = (
-                " Seed all ranks alike before the model is built, or pass check_values=False if values differ on "
+                " Nothing was written back. Write the same values on all ranks, or pass writeback=False."
+                if topic == "summon_full_params"
+                else " Seed all ranks alike before the model is built, or pass check_values=False if values differ on "
                 "purpose."
             )
         return f"{topic}: rank {culprits} of {of} differs from rank {first}. First difference: {difference}.{hint}"

@@ -116,6 +116,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Results are sharded like the tensors that they are computed from; for operators on lists, those of the same number.
     """
     leaves = rows_among(args, kwargs)
+    if func in _ALIASES:  # with the version counter of the memory: a detached one would hide writes
+        return leaves[0].with_local(leaves[0]._local_tensor, is_view=True)
     lists = [a for a in args if is_list_of_tensors(a)] if is_list_of_tensors(args[0]) else []
     writes = {id(tensor): tensor for tensor in written_to(func, args, kwargs)}
     references = _references(leaves, lists, writes)
@@ -149,7 +151,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_own_values(func, value, leaves[0])
     moved = _move_all(pairs)
     about_to_write(list(writes.values()), overwrites=func in _OVERWRITES)
-    originals = {id(t._local_tensor): t for t in leaves}
+    originals = {id(t._local_tensor): t for t in (*leaves, *writes.values()) if isinstance(t, RowShardedTensor)}
 
     def unwrap(value: Any, reference: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -165,7 +167,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         if (original := originals.get(id(value))) is not None:
             return original  # an in-place operator returns its argument
-        return reference.with_local(value, is_view=func in _ALIASES)
+        return reference.with_local(value)
 
     out = func(*[each(a, unwrap) for a in args], **{k: each(v, unwrap) for k, v in kwargs.items()})
     if isinstance(out, (list, tuple)):

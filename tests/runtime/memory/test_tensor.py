@@ -156,6 +156,29 @@ def test_in_place_changes_reach_the_bucket() -> None:
             assert not param.full_tensor().any()
 
 
+ROW_WRITES: dict[str, Callable[[Any], Any]] = {
+    "to_local": lambda p: p.to_local().mul_(1.5),
+    "detached": lambda p: p.detach().to_local().mul_(1.5),
+    "data": lambda p: p.data.to_local().detach().mul_(1.5),
+    "foreach": lambda p: torch._foreach_mul_([p.data.to_local()], 1.5),
+}
+
+
+@on_ranks(2)
+def test_writes_to_rows_are_seen_by_the_next_forward() -> None:
+    """Also with strategies that keep parameters gathered."""
+    for strategy in (0, 1, 2, 3):
+        model, alone, x = fully_shard_model(_linear(), zero_dp_strategy=strategy), _linear(), torch.ones(2, 5)
+        for name, write in ROW_WRITES.items():
+            model(x).sum().backward()
+            model.zero_grad()
+            with torch.no_grad():
+                for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+                    write(mine)
+                    its.mul_(1.5)
+            torch.testing.assert_close(model(x), alone(x), msg=f"{name}, {strategy}")
+
+
 @on_ranks(2, 3)
 def test_random_initialization_draws_what_one_process_draws() -> None:
     model, whole = bag()

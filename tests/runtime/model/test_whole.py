@@ -127,6 +127,38 @@ def test_summoned_parameters_are_the_models(strategy: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_ranks_that_write_other_values_change_nothing(strategy: int) -> None:
+    model, before = llama(zero_dp_strategy=strategy), alone()
+    mine = dist.get_rank() == 1
+
+    def writes() -> None:
+        if mine:
+            model.module.norm.weight.data.mul_(2)  # no version counts this
+
+    def fails() -> None:
+        model.module.norm.weight.mul_(2)
+        if mine:
+            raise KeyError("mistake")
+
+    def changes_a_shape() -> None:
+        model.module.norm.weight.mul_(2)
+        if mine:
+            model.module.layers[0].feed_forward.down.weight = nn.Parameter(torch.ones(3))
+
+    def change(write: Any) -> None:
+        with model.summon_full_params(), torch.no_grad():
+            write()
+
+    for write, error in ((writes, RuntimeError), (fails, KeyError), (changes_a_shape, ValueError)):
+        with pytest.raises(
+            error if mine else RuntimeError, match="mistake" if write is fails else "summon_full_params"
+        ):
+            change(write)
+        torch.testing.assert_close(model(tokens()).detach(), before)
+
+
 class TwoWays(nn.Module):
     def __init__(self) -> None:
         super().__init__()
