@@ -82,7 +82,7 @@ class OptimizerPlan:
         )
         self._groups = self._plan_groups(stored) if stored is not None else named_param_groups(optimizer)
         stateful = self._plan_states(params)
-        self._note_missing(params, stateful, stored)
+        self._note_missing(stateful, stored)
         if megatron is not None:
             self._groups = self._megatron_groups()
 
@@ -268,15 +268,18 @@ class OptimizerPlan:
             return f"no tensor there, {tuple(wanted)} here" if len(wanted) else ""
         return f"{tuple(info.size)} there, {tuple(wanted)} here" if info.size != wanted else ""
 
-    def _note_missing(self, params: Mapping[str, Any], stateful: set[str], stored: StoredGroups | None) -> None:
+    def _note_missing(self, stateful: set[str], stored: StoredGroups | None) -> None:
         """Note parameters that the checkpoint lacks, and entries that nothing reads."""
-        present, groups = stateful, stored.params.values() if stored is not None else ()
-        if not stateful:  # as of SGD without momentum: it has settings only
-            present = {self._known[name] for held in groups for name in map(self._plain, held) if name in self._known}
+        groups = stored.params.values() if stored is not None else ()
+        settled = {self._known[name] for held in groups for name in map(self._plain, held) if name in self._known}
         if stateful or any(groups) or not any(key.startswith("optimizer.") for key in self._stored):
-            for name, param in params.items():
-                if name not in present and param.requires_grad:
-                    self._differences.add("missing", f"optimizer.{name}")
+            for group, merged in zip(self._optimizer.param_groups, self._groups, strict=True):
+                for param in group["params"]:
+                    if (name := name_of(param)) in stateful or not param.requires_grad:
+                        continue
+                    # SGD without momentum has none, and LBFGS that of one parameter.
+                    if name not in settled or initial_state(self._optimizer, {**merged, "params": [param]}, param):
+                        self._differences.add("missing", f"optimizer.{name}")
         for held in groups:
             strangers = [self._plain(name) for name in held if self._plain(name) not in self._known]
             if not stateful or len(strangers) == len(held):  # others have nothing to lose: they are frozen
@@ -300,8 +303,6 @@ class OptimizerPlan:
         for i, group in enumerate(groups):
             try:
                 groups[i] = stored.merged(i, group, known)
-                if not self._is_of_class:
-                    stored.check_class(group, self._optimizer, known)
             except CheckpointError as error:
                 self._conflict = self._conflict or error
         return groups

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
@@ -95,7 +94,8 @@ class StoredGroups:
         Raises:
             CheckpointError: Its parameters have different settings, or settings of another kind.
         """
-        sources = self._sources(group, known)
+        own = set(group["params"])
+        sources = [source for source, names in self.params.items() if any(known(name) in own for name in names)]
         settings = self.settings[sources[0]] if sources else {}
         if any(not _equal(self.settings[source], settings) for source in sources):
             raise CheckpointError(
@@ -109,25 +109,13 @@ class StoredGroups:
                     f"{self.directory}: the setting {key!r} of parameter group {sources[0]} of the optimizer is "
                     f"{value!r:.80}, which cannot take the place of {group[key]!r:.80}. Nothing was loaded."
                 )
+        if sources and "lr" in group and "lr" not in settings:
+            raise CheckpointError(
+                f"{self.directory}: parameter group {sources[0]} of the optimizer has no learning rate. Use another "
+                "checkpoint. Nothing was loaded."
+            )
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         return {**group, **settings, **kept}
-
-    def check_class(
-        self, group: Mapping[str, Any], optimizer: torch.optim.Optimizer, known: Callable[[str], str | None]
-    ) -> None:
-        """Raise CheckpointError if the settings of a group's parameters are those of another class."""
-        for source in self._sources(group, known):
-            unknown = sorted(self.settings[source].keys() - group.keys() - {"initial_lr"})
-            if unknown and (lacking := sorted(optimizer.defaults.keys() - self.settings[source].keys())):
-                raise CheckpointError(
-                    f"{self.directory} has the settings of an optimizer of another class: {', '.join(unknown)}, not "
-                    f"{', '.join(lacking)} of the {type(optimizer).__name__}. Load it without an optimizer, which then "
-                    "starts over. Nothing was loaded."
-                )
-
-    def _sources(self, group: Mapping[str, Any], known: Callable[[str], str | None]) -> list[int]:
-        own = set(group["params"])
-        return [source for source, names in self.params.items() if any(known(name) in own for name in names)]
 
 
 def numbered(reader: CheckpointReader, which: str) -> CheckpointError:

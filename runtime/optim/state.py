@@ -135,10 +135,18 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
 def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of an optimizer by name of parameter, whether and however it was extended.
 
+    It has the initial state of parameters that have taken no step, as that of an extended optimizer.
+
     Raises:
         ValueError: It is not made of the state of parameters and their groups, or see :func:`parameter_names`.
     """
-    return _named(optimizer, optimizer.state_dict())
+    found = _named(optimizer, optimizer.state_dict())
+    names = iter(parameter_names(optimizer))
+    for group in optimizer.param_groups:
+        for param, name in zip(group["params"], names, strict=False):
+            if name not in found["state"] and (first := initial_state(optimizer, group, param)):
+                found["state"][name] = first
+    return found
 
 
 def load_named(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -194,7 +194,7 @@ def test_settings_of_optimizers_without_state_are_restored() -> None:
     refuses(path, other, its, "unexpected", "optimizer.a.bias")
     on_first(lambda: (path / MANIFEST).unlink())
     other, its, _ = make(adamw)
-    refuses(path, other, its, "of an optimizer of another class", "momentum", "betas")
+    refuses(path, other, its, "missing (allow_missing): optimizer.a.weight")
 
 
 @on_ranks(2)
@@ -468,6 +468,9 @@ GROUP = "optimizer.param_groups.0."
 CHANGED: dict[str, tuple[Callable[[Tampered], Any], str]] = {
     "a text for a number": (lambda t: t.put(GROUP + "lr", _saved("fast")), "the setting 'lr'"),
     "one beta": (lambda t: t.put(GROUP + "betas", _saved((0.9,))), "the setting 'betas'"),
+    "no learning rate": (lambda t: t.forget(GROUP + "lr"), "has no learning rate"),
+    "no state": (lambda t: [t.forget(k) for k in _states(t)], "missing (allow_missing): optimizer.a.weight"),
+    "no state of one": (lambda t: [t.forget(k) for k in _states(t, "module.b.bias.")], "optimizer.b.bias"),
     "no names": (lambda t: t.forget(GROUP + "params"), "does not say which parameters"),
     "numbers for names": (lambda t: t.put(GROUP + "params", _saved([0, 1, 2, 3, 4])), "numbers the optimizer's"),
     "a name twice": (lambda t: t.put(GROUP + "params", _saved(["module.a.weight"] * 2)), "is in two parameter groups"),
@@ -475,6 +478,10 @@ CHANGED: dict[str, tuple[Callable[[Tampered], Any], str]] = {
     "a path that leads elsewhere": (lambda t: _exchange(t, STATE + "exp_avg", STATE + "exp_avg_sq"), "is damaged"),
     "more of the optimizer": (lambda t: _rename(t, STATE + "step", "optimizer.scale"), "optimizer.scale"),
 }
+
+
+def _states(tampered: Tampered, of: str = "") -> list[str]:
+    return [key for key in tampered.metadata.state_dict_metadata if key.startswith(f"optimizer.state.{of}")]
 
 
 def _saved(value: Any) -> bytes:
