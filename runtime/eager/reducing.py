@@ -79,6 +79,12 @@ class Reducing:
         return found.written[0]
 
     @compat.python_only
+    def complete(self, bucket: Bucket) -> None:
+        """Release a bucket whose gradients are complete, before packing them takes as much memory again."""
+        self._step.complete.add(bucket)
+        self._gathering.release_checked(bucket)
+
+    @compat.python_only
     def post_backward(self, bucket: Bucket, packed: Tensor, used: frozenset[int]) -> None:
         """Start reducing a bucket whose gradients are complete, and finish earlier reductions.
 
@@ -102,8 +108,6 @@ class Reducing:
             self._start_stage(bucket, 0, packed, used)
         else:  # no other rank shares the bucket
             self._accumulate(bucket, packed, used)
-        self._step.complete.add(bucket)
-        self._gathering.release_checked(bucket)
         if schedule.behind:
             self._take_in_due(2 * self._started)
         if bucket in schedule.behind:
@@ -310,6 +314,8 @@ class _Reduce(compat.Uncaptured):
             if packed is not None:
                 packed = _without(bucket, packed, used & requested.left_out)
             used -= requested.left_out
+        if not requested.returned:
+            reducing.complete(bucket)
         if written is not None:
             alone = written.pack(whole_gradients)
             if not requested.returned:

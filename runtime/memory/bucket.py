@@ -139,6 +139,9 @@ class Conductor(Protocol):
     def in_step(self) -> contextlib.AbstractContextManager[None]:
         """Context of collectives that belong to no forward or backward."""
 
+    def toggled(self, parameter: str, is_trained: bool) -> None:
+        """A parameter was frozen or unfrozen."""
+
 
 class BucketOwner(Protocol):
     """What a bucket needs of its model."""
@@ -321,7 +324,9 @@ class Bucket(FlatShard, Owned[BucketOwner]):
 
     def toggled(self, index: int) -> None:
         """Update the bucket after a parameter was frozen or unfrozen. Code is compiled once for each combination."""
-        self.shells[index].requires_grad_(self.params[index].requires_grad)  # Dynamo guards on it
+        if (is_trained := self.params[index].requires_grad) != self.trains[index]:
+            self.owner.coordinator.toggled(self.locations[index][0].name, is_trained)
+        self.shells[index].requires_grad_(is_trained)  # Dynamo guards on it
         trains = any(param.requires_grad for param in self.params)
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)

@@ -120,6 +120,8 @@ class Coordinator:
         self.captures = False
         self._copies = 0
         self._microbatch = ""
+        self._toggled: dict[str, bool] = {}
+        """What ``requires_grad`` now is of parameters that were frozen or unfrozen since the model was sharded."""
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         self._group_names = members.group_names  # when the last forward or backward began
         self._watch()
@@ -136,6 +138,7 @@ class Coordinator:
         duplicate.steps = duplicate.started = duplicate._copies = 0
         duplicate.captures = False
         duplicate.failure, duplicate._microbatch, duplicate._begun = None, "", {}
+        duplicate._toggled = dict(self._toggled)
         duplicate._watch()
         return duplicate
 
@@ -211,7 +214,8 @@ class Coordinator:
         self._group_names = self.members.group_names
         self.note(f"{kind} of {what}")
         if self.members.topology.gather_group is not None:  # otherwise a single rank may evaluate alone
-            self.order.enter(StepPhase(kind, f"{what} ({self.name}){self._microbatch}"), self.agree_on_order, details)
+            where = f"{what} ({self.name}){self._microbatch}{self._trained if torch.is_grad_enabled() else ''}"
+            self.order.enter(StepPhase(kind, where), self.agree_on_order, details)
 
     def enter_backward(self, is_due: bool) -> None:
         """Handle the beginning of a backward.
@@ -221,7 +225,22 @@ class Coordinator:
         kind = "backward" if is_due else "backward that accumulates"
         self._group_names = self.members.group_names
         self.note(kind)
-        self.order.enter(StepPhase(kind, f"{self.name}{self._microbatch}"), self.agree_on_order)
+        self.order.enter(StepPhase(kind, f"{self.name}{self._microbatch}{self._trained}"), self.agree_on_order)
+
+    def toggled(self, parameter: str, is_trained: bool) -> None:
+        """Note that a parameter was frozen or unfrozen, which all ranks must do alike."""
+        if self._toggled.pop(parameter, None) is None:  # else it is as it was
+            self._toggled[parameter] = is_trained
+
+    @property
+    def _trained(self) -> str:
+        """What was frozen or unfrozen, as a part of the names of phases, which ranks compare."""
+        said = ""
+        for is_trained in (False, True) if self._toggled else ():
+            if names := sorted(name for name, value in self._toggled.items() if value is is_trained):
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                said += f" with requires_grad={is_trained} set after sharding for parameter {names[0]!r}{more}"
+        return said
 
     def enter_step(self, optimizer: str) -> None:
         """Handle the beginning of an optimizer's step."""
