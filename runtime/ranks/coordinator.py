@@ -81,8 +81,8 @@ class BegunGraph(NamedTuple):
         buckets: Names of the buckets.
         ranks: What each communicates over: its topology, and the stages of its reduction. None: it is gone.
         options: Options that it was compiled with.
-        unused: Trainable parameters that get no gradient in it. They must be the same on all ranks: a rank whose graph
-            has a gradient would show it, and step, while the others would not.
+        unused: Trainable parameters that get no gradient in it and must be the same on all ranks, because nothing
+            compares them later.
     """
 
     phase: str

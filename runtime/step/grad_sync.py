@@ -20,6 +20,7 @@ from ..ranks.agreement import everyones
 from ..ranks.coordinator import Coordinator
 from ..ranks.watchdog import watchdog
 from . import checks as step_checks
+from .graph_use import GraphUse
 
 
 @dataclass
@@ -91,8 +92,8 @@ class GradSync:
 
     Attributes:
         microbatches: Number of backwards since gradients were last reduced.
-        use_varies: Buckets whose gradients were computed eagerly: ranks may have used different parameters. A compiled
-            graph uses the same on all ranks.
+        use_varies: Buckets whose gradients were computed eagerly: ranks compare which parameters they have used. Those
+            of compiled code are compared only where a rank has left some out (:mod:`.graph_use`).
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class GradSync:
         self._touched: set[Bucket] = set()  # in the running backward
         self._reduced: set[Bucket] = set()  # since the last optimizer step
         self.use_varies: set[Bucket] = set()
+        self._graph_use = GraphUse(coordinator)
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self._warned: set[str] = set()
 
@@ -158,6 +160,7 @@ class GradSync:
         self._backward = _BackwardIds()
         self._touched.clear()
         self._found_nan.clear()
+        self._graph_use.forget()
 
     @compat.python_only
     def _finish_backward(self) -> None:
@@ -186,7 +189,10 @@ class GradSync:
             if bucket.pending is not None:
                 bucket.pending.requested = requested
             if requested.added:
-                gradients.note_use(bucket, backward.used - requested.left_out)
+                used = backward.used - requested.left_out
+                gradients.note_use(bucket, used)
+                if not self._coordinator.is_capturing:
+                    self._graph_use.begin(bucket, used)
 
     def touched(self, bucket: Bucket) -> None:
         """Record that a bucket got the gradients of one forward."""
@@ -222,7 +228,7 @@ class GradSync:
             zip(varying, self.used_anywhere(varying, list(map(gradients.levels_of_use, varying))), strict=True)
         )
         for bucket in buckets:
-            gradients.settle(bucket, everyones.get(bucket))
+            gradients.settle(bucket, everyones[bucket] if bucket in everyones else self._graph_use.levels(bucket))
         self.use_varies.difference_update(buckets)
 
     @torch.no_grad()

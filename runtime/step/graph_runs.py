@@ -89,10 +89,9 @@ class GraphRun:
         if phase == "backward":
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found
-                unused += _unused(backward)
-        if phase == "backward":
             for owner in self._owners:
                 owner.grad_sync.note_backward(self._backwards)
+            unused = [name for backward in self._backwards for name in _unused(backward)]
         if schedule:
             buckets = [backward.bucket() for backward in self._backwards]
             ranks = [(bucket.topology, bucket.stages) if bucket is not None else None for bucket in buckets]
@@ -106,13 +105,18 @@ class GraphRun:
 
 
 def _unused(backward: Backward) -> list[str]:
-    """Return the names of trainable parameters that get no gradient in a backward which returns that of the shard."""
+    """Return the names of trainable parameters without a gradient in a backward, if ranks do not compare them later.
+
+    They cannot for gradients of ``torch.autograd.grad``, which are returned at once, and of a captured step, which is
+    replayed without the host.
+    """
     bucket = backward.bucket()
     if bucket is None or not backward.leaves or not bucket.plan.requires_grad:
         return []
-    slots = bucket.plan.layout.slots
-    if len(backward.used) == len(slots):
+    is_returned = backward.requested is not None and bool(backward.requested.returned)
+    if not (is_returned or bucket.owner.coordinator.is_capturing):
         return []
+    slots = bucket.plan.layout.slots
     return [slot.name for index, slot in enumerate(slots) if index not in backward.used]
 
 
