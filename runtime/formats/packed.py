@@ -164,7 +164,8 @@ def _take_apart(
         held = _rows(tensor.detach(), tensor.element_size() if part else block)
         module.register_parameter(name, nn.Parameter(held, requires_grad=False))
         parts.append(Part(name, tensor.dtype, tuple(tensor.shape)))
-    buffers = {names[part]: tensor.detach() for part, tensor in constants.items()}
+    # Copies: libraries share tables between weights, and loading a checkpoint writes to buffers.
+    buffers = {names[part]: tensor.detach().clone() for part, tensor in constants.items()}
     for name, tensor in buffers.items():
         module.register_buffer(name, tensor)
     vars(module).setdefault(PACKED, {})[attribute] = PackedWeight(weight, tuple(parts), tuple(buffers))
