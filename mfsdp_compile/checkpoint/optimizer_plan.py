@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class OptimizerPlan:
         stateful = self._plan_states(params)
         self._note_missing(stateful, stored)
         if megatron is not None:
-            self._groups = self._megatron_groups()
+            self._groups = self._merged_groups(self._megatron_group)
 
     def check(self) -> None:
         """Raise CheckpointError if groups are not those of the checkpoint. For after other differences were refused."""
@@ -299,34 +299,35 @@ class OptimizerPlan:
             found = self._known.get(self._plain(name))
             return None if found is None else PREFIX + found
 
+        return self._merged_groups(lambda number, group: stored.merged(number, group, known))
+
+    def _merged_groups(self, merged: Callable[[int, dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with stored settings. The first conflict is kept for :meth:`check`."""
         groups = named_param_groups(self._optimizer)
-        for i, group in enumerate(groups):
+        for number, group in enumerate(groups):
             try:
-                groups[i] = stored.merged(i, group, known)
+                groups[number] = merged(number, group)
             except CheckpointError as error:
                 self._conflict = self._conflict or error
         return groups
 
-    def _megatron_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the settings of Megatron's groups that they have too."""
+    def _megatron_group(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group of the optimizer with the settings of Megatron's groups that it has too."""
         assert self._megatron is not None
-        groups = []
-        for number, group in enumerate(named_param_groups(self._optimizer)):
-            names = [self._megatron_name.get(str(name).removeprefix(PREFIX)) for name in group["params"]]
-            found = [
-                {key: value for key, value in self._megatron.settings_of(name).items() if key in group}
-                for name in names
-                if name is not None
-            ]
-            if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
-                self._conflict = self._conflict or CheckpointError(
-                    f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
-                    f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was "
-                    "saved. Nothing was loaded."
-                )
-            own = {key: group[key] for key in ("params", "param_names") if key in group}
-            groups.append({**group, **(found[0] if found else {}), **own})
-        return groups
+        names = [self._megatron_name.get(str(name).removeprefix(PREFIX)) for name in group["params"]]
+        found = [
+            {key: value for key, value in self._megatron.settings_of(name).items() if key in group}
+            for name in names
+            if name is not None
+        ]
+        if differing := sorted({key for one in found for key in one if one[key] != found[0].get(key)}):
+            raise CheckpointError(
+                f"Parameter group {number} of the {type(self._optimizer).__name__} holds parameters with different "
+                f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was "
+                "saved. Nothing was loaded."
+            )
+        own = {key: group[key] for key in ("params", "param_names") if key in group}
+        return {**group, **(found[0] if found else {}), **own}
 
 
 def _shapes(value: Any) -> Any:

@@ -17,8 +17,8 @@ NOT_OURS = tuple(f"mfsdp_compile/{name}" for name in ("demo", "examples", "model
 PASSED_ON = {
     "mfsdp_compile/backend/region_graphs.py",
     "mfsdp_compile/checkpoint/dcp_reader.py",
-    "mfsdp_compile/checkpoint/folder.py",
     "mfsdp_compile/checkpoint/loading.py",
+    "mfsdp_compile/checkpoint/optimizer_plan.py",
     "mfsdp_compile/convert/stacked_tensors.py",
     "mfsdp_compile/convert/commands.py",
     "mfsdp_compile/convert/inspect_checkpoint.py",
