@@ -114,6 +114,7 @@ class LoadPlan:
         inner = {inner_name(name): name for name in state}
         prefix = max(_MODEL_PREFIXES, key=lambda prefix: sum(name in inner for name in self._of_model(prefix)))
         stored = self._of_model(prefix)
+        extra = {name: key for name, key in stored.items() if EXTRA_STATE in name}
         # A tied parameter has several names here, and possibly only one of them in the checkpoint.
         params = dict(self._module.named_parameters(remove_duplicate=False))
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
@@ -123,7 +124,7 @@ class LoadPlan:
         first_found: dict[int, tuple[str, str]] = {}  # name and stored key
         for name, value in state.items():
             if name.rpartition(".")[2] == EXTRA_STATE:
-                self._plan_extra_state(name, stored)
+                self._plan_extra_state(name, extra)
                 continue
             found = stored.get(inner_name(name))
             if found is None:

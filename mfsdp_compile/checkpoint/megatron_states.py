@@ -73,7 +73,8 @@ class MegatronStates:
         return cls(str(reader.directory), main_weights, settings, tuple(groups.values()))
 
     def is_main_weight(self, key: str) -> bool:
-        return key in self.main_weights.values()
+        match = _STATE.fullmatch(key)
+        return match is not None and self.main_weights.get(match[1]) == key
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the settings of a parameter's group. Empty if it is unknown which of several groups that is."""

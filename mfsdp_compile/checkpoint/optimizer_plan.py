@@ -162,12 +162,12 @@ class OptimizerPlan:
         for key in self._stored:
             if not key.startswith(_STATE) or self._is_empty_state(key):
                 continue
-            stored_name, *path = self._state_path(key)
-            name = self._plain(stored_name)
+            full_path = self._state_path(key)
+            name, path = self._plain(full_path[0]), full_path[1:]
             if (owner := self._known.get(name)) is None:
                 self._differences.add("unexpected", f"optimizer.{name}.{path[0]}")
             elif self._megatron is None or not self._megatron.is_main_weight(key):
-                found.setdefault(owner, []).append((key, name, tuple(path)))
+                found.setdefault(owner, []).append((key, name, path))
         reshaped = {name.removeprefix("model.") for name in self._differences.names("reshaped")}
         whole = whole_step_of(self._optimizer)
         group_of = {name: group for group in self._groups for name in group["params"]}
@@ -222,8 +222,8 @@ class OptimizerPlan:
                     self._differences.add("unexpected", f"optimizer.{name}.{path[0]}")
                     continue
                 first_name, first_key = self._firsts[target]
-                names = (f"optimizer.{known}.{path[0]}" for known in (first_name, name))
-                self._twins.append((*names, first_key, key))
+                first_entry, entry = (f"optimizer.{known}.{path[0]}" for known in (first_name, name))
+                self._twins.append((first_entry, entry, first_key, key))
             else:
                 self._firsts[target] = (name, key)
                 self._state_of[key] = target
@@ -326,8 +326,8 @@ class OptimizerPlan:
                 f"{', '.join(differing)} in {self._reader.directory}. Use the same parameter groups as when it was "
                 "saved. Nothing was loaded."
             )
-        own = {key: group[key] for key in ("params", "param_names") if key in group}
-        return {**group, **(found[0] if found else {}), **own}
+        settings: dict[str, Any] = {**group, **(found[0] if found else {})}
+        return settings | {key: group[key] for key in ("params", "param_names") if key in group}
 
 
 def _shapes(value: Any) -> Any:
