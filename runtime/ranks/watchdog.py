@@ -221,6 +221,9 @@ class Watchdog:
             what: What the collective belongs to. None: what the journal says.
         """
         live = self._live()
+        trained = main_order(live)
+        if trained is None:
+            return
         self._outstanding.add_of_graphs(sys._getframe(1))
         for order in live:
             if order.stalled is None and dist.is_initialized():
@@ -231,13 +234,12 @@ class Watchdog:
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
                 raise order.standstill(error) from None
-        if not live or any(order.stalled is not None for order in live):
+        if any(order.stalled is not None for order in live):
             return
-        order = main_order(live)
-        what = what or journal.doing() or order.latest
+        what = what or journal.doing() or trained.latest
         raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what}, {order.progress}. "
-            f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if order.runs_on_nccl else KEPT} where all ranks "
+            f"A collective failed on rank {dist.get_rank()}, in {what}, {trained.progress}. "
+            f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if trained.runs_on_nccl else KEPT} where all ranks "
             f"live. The backend's error: {error}"
         ) from None
 
@@ -260,9 +262,10 @@ class Watchdog:
         """Return an error that says more than one of a collective of the program itself that ends the program."""
         if not (isinstance(error, RuntimeError) and compat.is_of_gloo(error) and dist.is_initialized()):
             return None
-        if not (live := self._live()):
-            return None
+        live = self._live()
         order = main_order(live)
+        if order is None:
+            return None
         if order.stalled is not None:
             return order.standstill(error).with_traceback(trace)
         return RuntimeError(
@@ -498,7 +501,7 @@ class Watchdog:
 
 def _in_program(asked: Sequence[Asking], live: Collection[Order]) -> Asking | None:
     """Return the agreement that the program waits in: not a thread beside it, which ends nobody's wait."""
-    threads = {order.thread for order in live} or {threading.main_thread().ident}
+    threads = {order.thread for order in live} or {_thread(live)}
     return next((each for each in asked if each.is_next or each.thread in threads), None)
 
 
