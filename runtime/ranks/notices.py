@@ -107,11 +107,15 @@ def astray(text: str, rank: int) -> Notice:
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def diverged(ask: Notice, here: str) -> str:
+def asks(ask: Notice) -> str:
     return (
-        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits "
-        f"for the others to do the same; {here}."
+        f"rank {ask['rank']} has reached {ask['what']}, {ask['progress']}{_at(ask)}, and waits for the others to do "
+        "the same"
     )
+
+
+def diverged(ask: Notice, here: str) -> str:
+    return f"Ranks have diverged. R{asks(ask)[1:]}; {here}."
 
 
 def ended(failed: Notice) -> str:

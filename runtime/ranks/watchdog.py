@@ -365,6 +365,9 @@ class Watchdog:
                 continue  # read last: this rank was asked before it could begin more
             order = _order_with(live, ask["rank"])
             text = notices.diverged(ask, _here(order, mine, wait)) + notices.other_steps(ask, order)
+            failed = found(store, key_of(order.group, "failed")) if order is not None else None
+            if order is not None and failed is not None and failed["epoch"] == order.epoch:  # that is the cause
+                text = notices.never_starts(failed, notices.asks(ask)) + notices.other_steps(ask, order)
             keys = _answerable(mine) | (set() if ask["is last resort"] else {key_of_ask(ask)})
             self._conclude(live, order, keys, text, ask["rank"], {wait} if wait else set())
             return

@@ -6,7 +6,7 @@ The timeout of the process group is half an hour. The table in docs/debugging.md
 from __future__ import annotations
 
 import contextlib
-import logging
+import io
 import os
 import signal
 import sys
@@ -310,10 +310,6 @@ def ends_elsewhere(where: str, rank: int, port: int, root: str, said: Connection
     limit = timedelta(seconds=3) if "stopped" in where else timedelta(minutes=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     torch.set_num_threads(1)
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mfsdp_compile").addHandler(handler)
     model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     model(torch.ones(2, 8)).sum().backward()
     model.zero_grad()
@@ -339,8 +335,9 @@ def ends_elsewhere(where: str, rank: int, port: int, root: str, said: Connection
     except RuntimeError as error:
         text = str(error)
         if "barrier" in where:  # an uncaught error
-            sys.excepthook(type(error), error, None)
-            text = "; ".join(logged)
+            with contextlib.redirect_stderr(io.StringIO()) as printed:
+                sys.excepthook(type(error), error, None)
+            text = printed.getvalue()
         said.send((text, time.monotonic() - begun))
 
 
