@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,16 @@ from mfsdp_compile.models.llama import Block
 STEPS = 4
 
 
-def on_any_device() -> contextlib.AbstractContextManager[Any]:
-    """Context in which torch takes capturable optimizers on fake GPUs, too."""
-    if not FAKE:
-        return contextlib.nullcontext()
-    return mock.patch("torch.optim.adam._get_capturable_supported_devices", return_value=["cpu"])
+@contextlib.contextmanager
+def on_any_device() -> Iterator[None]:
+    """Context in which torch takes capturable optimizers on fake GPUs, too, and in which these are still known."""
+    with contextlib.ExitStack() as stack:
+        if FAKE:
+            stack.enter_context(mock.patch("torch.optim.adam._get_capturable_supported_devices", return_value=["cpu"]))
+            stack.enter_context(
+                mock.patch("mfsdp_compile.runtime.optim.kinds._is_of_torch_or_python", return_value=True)
+            )
+        yield
 
 
 def train(mode: str, strategy: int, captures: bool, microbatches: int) -> list[torch.Tensor]:

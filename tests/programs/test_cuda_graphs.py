@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -40,9 +40,14 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=torch.tensor(1e-2), capturable=True)
 
 
-def capturable() -> Any:
-    """Context in which torch takes capturable optimizers on the CPU."""
-    return mock.patch("torch.optim.adam._get_capturable_supported_devices", return_value=["cpu", "cuda"])
+@contextlib.contextmanager
+def capturable() -> Iterator[None]:
+    """Context in which torch takes capturable optimizers on the CPU, and is still known."""
+    with (
+        mock.patch("torch.optim.adam._get_capturable_supported_devices", return_value=["cpu", "cuda"]),
+        mock.patch("mfsdp_compile.runtime.optim.kinds._is_of_torch_or_python", return_value=True),
+    ):
+        yield
 
 
 def train(
