@@ -459,7 +459,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RowShardedTensor, what: str) -> Tensor:
         ctx.of = tensor.row_split, tensor.topology
-        return all_gather_rows(tensor._local_tensor, *ctx.of, what)
+        return all_gather_rows(tensor._local_tensor, tensor.row_split, tensor.topology, what)
 
     @staticmethod
     @compat.python_only
