@@ -331,3 +331,53 @@ def test_compiled_code_that_reads_them_elsewhere() -> None:
         torch.compile(model, backend="mfsdp", fullgraph=True, options=options)(x)
     model.reset()
     assert torch.equal(torch.compile(model, backend="mfsdp", options=options)(x), expected)
+
+
+@on_ranks(2)
+def test_what_the_methods_get() -> None:
+    """FSDP2's policy as it was passed, the dtype of shards, and the dtype to compute in."""
+
+    def calls(api: Any, policy: TorchPolicy, dtype: torch.dtype) -> list[Any]:
+        seen: list[Any] = []
+
+        class Noting(InBFloat16):
+            def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, mp_policy: Any) -> Any:
+                seen.append((self._data.dtype, mp_policy))
+                return (self._data.to(torch.bfloat16),), None
+
+            def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+                seen.append(param_dtype)
+                return super().fsdp_post_all_gather(outputs, metadata, param_dtype, out=out)
+
+        torch.manual_seed(0)
+        model = api(wrap(nn.Sequential(nn.Linear(8, 8)).to(dtype), Noting), mp_policy=policy)
+        loss = model(torch.ones(2, 8, dtype=dtype)).sum()
+        loss.backward()
+        return [loss.item(), *seen]
+
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    for policy in (
+        TorchPolicy(),
+        TorchPolicy(param_dtype=bfloat16),
+        TorchPolicy(param_dtype=bfloat16, reduce_dtype=float32),
+        TorchPolicy(output_dtype=float32, cast_forward_inputs=False),
+    ):
+        assert calls(interface.fully_shard, policy, float32) == calls(fsdp2, policy, float32), policy
+    assert calls(interface.fully_shard, TorchPolicy(), bfloat16) == calls(fsdp2, TorchPolicy(), bfloat16)
+
+
+@on_ranks(2)
+def test_methods_set_on_local_tensors_are_refused() -> None:
+    """FSDP2 calls them. Here a forward, eager or compiled, raises before it gathers anything."""
+    model = interface.fully_shard(mlp())
+    model(torch.ones(2, 8)).sum().backward()
+    local = model[0][0].weight._local_tensor
+    local.fsdp_pre_all_gather = lambda *args: None
+    message = r"fsdp_pre_all_gather was set on the local tensor of parameter '0.0.weight'"
+    with pytest.raises(NotImplementedError, match=message):
+        model(torch.ones(2, 8))
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    with pytest.raises(Exception, match=message):
+        call(torch.ones(2, 8))
+    del local.fsdp_pre_all_gather
+    model(torch.ones(2, 8)).sum().backward()

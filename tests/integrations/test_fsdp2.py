@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+import mfsdp_compile
 from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.fsdp2.first_use import pending
 from mfsdp_compile.fsdp2.module import REFUSED
@@ -777,3 +780,46 @@ def test_muon() -> None:
     assert where == []
     for params in (mine, extended):  # products in bfloat16; an entry moves by up to 0.02 in two steps
         torch.testing.assert_close(params, expected, rtol=0, atol=1e-3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("forward_too", [False, True])
+def test_compiled_autograd_is_refused(forward_too: bool) -> None:
+    """It would lose gradients in silence. The model stays usable."""
+    from torch._dynamo import compiled_autograd
+
+    model = fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), fsdp2.fully_shard(nn.Linear(8, 8))))
+    compiler = functools.partial(torch.compile, backend="eager")
+    for call in (model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})):
+        with contextlib.ExitStack() as stack:
+            if forward_too:
+                stack.enter_context(compiled_autograd._enable(compiler))
+            loss = call(torch.ones(2, 8)).sum()
+            if not forward_too:
+                stack.enter_context(compiled_autograd._enable(compiler))
+            with pytest.raises(NotImplementedError, match="Compiled autograd"):
+                loss.backward()
+        call(torch.ones(2, 8)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+        model.zero_grad()
+
+
+def test_names_of_what_was_meant() -> None:
+    """A name that is wrong here, and right in FSDP2 or nearly right, gets an error that names the right one."""
+    layer = nn.Linear(2, 2)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: mfsdp_compile.fully_shard(layer), r"FSDP2's fully_shard\(module\).*mfsdp_compile.fsdp2.fully_shard"),
+        (lambda: mfsdp_compile.fully_shard(layer, mesh=None), "mfsdp_compile.fsdp2.fully_shard"),
+        (lambda: mfsdp_compile.MixedPrecisionPolicy(reduce_dtype=torch.float32), "It is called grad_comm_dtype here"),
+        (lambda: mfsdp_compile.MixedPrecisionPolicy(parm_dtype=torch.float32), "Did you mean 'param_dtype'"),
+        (lambda: fully_shard_model(layer, fsdp_unit_module=[]), "'fsdp_unit_module'. Did you mean 'fsdp_unit_modules'"),
+        (lambda: fully_shard_model(layer, mp_policy=None), "mixed_precision_policy"),
+        (lambda: fsdp2.fully_shard(layer, reshard_afer_forward=True), "Did you mean 'reshard_after_forward'"),
+        (lambda: fsdp2.fully_shard(layer, device_mesh=None), "It is mesh here"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(AttributeError, match=r"'fully_shrad'\. Did you mean 'fully_shard'"):
+        fsdp2.fully_shrad  # noqa: B018
+    assert inspect.signature(mfsdp_compile.MixedPrecisionPolicy).parameters["grad_comm_dtype"].default is None

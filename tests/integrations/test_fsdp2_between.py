@@ -521,3 +521,24 @@ def test_compiled_before_between_and_after(backend: str) -> None:
         model.compile(backend="eager")
     for one, other in zip(numbers(model), expected, strict=True):
         assert torch.equal(one, other)
+
+
+@on_ranks(2, timeout=60)
+def test_one_rank_alone_loads_what_it_has() -> None:
+    """As under torchft, where each rank of a replica recovers from another one. What all ranks have noted counts."""
+
+    def loaded(api: Any, names: str = "", seed: int = 0, **kwargs: Any) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(mlp(), mlp())
+        for module in (model[0], model):
+            api.fully_shard(module, **kwargs)
+        if dist.get_rank() == 1:
+            values = {key: value for key, value in model.state_dict().items() if key.startswith(names)}
+            model.load_state_dict(values, strict=False)
+        return model
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    for kwargs in ({}, {"names": "1."}, {"mesh": mesh}):
+        same(lambda api, kwargs=kwargs: steps(loaded(api, **kwargs), mine(6, 8)))
+    with pytest.raises(RuntimeError, match=r"differs from rank 0.*values of 0\.0\.bias.*check_values=False"):
+        loaded(fsdp2, names="1.", seed=dist.get_rank())(mine(6, 8))

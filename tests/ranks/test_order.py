@@ -193,6 +193,27 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
     call(x).backward()
 
 
+@pytest.mark.long_unless("*-eager")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_frozen_on_one_rank(mode: str) -> None:
+    """If one rank freezes or unfreezes parameters after they were sharded, all ranks raise, and are told which."""
+    model, call = make(mode)
+    x = torch.randn(2, 8)
+    call(x).backward()
+    name, param = next(iter(model.named_parameters()))
+    for value in (False, True):
+        param.requires_grad_(not value)  # on all ranks: no error
+        call(x).backward()
+        if dist.get_rank() == 1:
+            param.requires_grad_(value)
+        with raises_everywhere(RuntimeError, "requires_grad=False", repr(name.removeprefix("module."))):
+            call(x).backward()
+        param.requires_grad_(True)
+        model.reset()
+        call(x).backward()
+
+
 @pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_graph_break_that_depends_on_data() -> None:

@@ -57,6 +57,34 @@ def test_backward_is_seen_from_inside() -> None:
     assert seen[0][1] != seen[1][1] != -1
 
 
+def test_compiled_autograd_asks_nodes_first() -> None:
+    from torch._dynamo import compiled_autograd
+
+    ran = []
+
+    class Effect(compat.Uncaptured):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ran.append(gradient)
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    y = Effect.apply(x)
+    y.register_hook(lambda gradient: ran.append(gradient))
+    with (
+        compiled_autograd._enable(functools.partial(torch.compile, backend="eager")),
+        pytest.raises(NotImplementedError, match="Compiled autograd"),
+    ):
+        y.sum().backward()
+    assert not ran
+    Effect.apply(x).sum().backward()
+    assert len(ran) == 1
+
+
 def test_callbacks_run_when_backward_ends() -> None:
     order: list[str] = []
     x = torch.ones(2, requires_grad=True)

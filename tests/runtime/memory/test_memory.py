@@ -14,7 +14,9 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
 
+from mfsdp_compile import fsdp2 as interface
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 
@@ -94,6 +96,26 @@ def test_forward_keeps_one_bucket_for_backward(mode: str) -> None:
     held = allocated(lambda: losses.pop().backward())[0]
     in_flight = 2 * bucket if mode == INDUCTOR else 3 * bucket
     assert held <= shards + bucket + in_flight + ACTIVATIONS  # one of the two gathered buckets existed before
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("fake_world", [2], indirect=True)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_backward_beside_fsdp2(reshards: bool) -> None:
+    """What is allocated at most in backward, with what forward leaves for it, is not above FSDP2's."""
+    peaks = []
+    for api in (torch_fsdp.fully_shard, interface.fully_shard):
+        model = Stack()
+        for block in (*model.blocks, model):
+            api(block, reshard_after_forward=reshards)
+        x = torch.randn(1, WIDTH)
+        for _ in range(2):  # learns the order
+            model(x).backward()
+            model.zero_grad()
+        losses: list[Tensor] = []
+        left = allocated(lambda: losses.append(model(x)))[1]
+        peaks.append(left + allocated(lambda: losses[0].backward())[0])
+    assert peaks[1] <= peaks[0] + ACTIVATIONS, peaks
 
 
 @pytest.mark.usefixtures("fake_world")
