@@ -25,6 +25,7 @@ PASSED_ON = {
     "mfsdp_compile/convert/to_torch_dist.py",
     "mfsdp_compile/convert/from_torch_dist.py",
     "passes/solver/across_ranks.py",
+    "runtime/compat/dynamo.py",
     "runtime/compat/regions.py",
     "runtime/ranks/watchdog.py",
 }

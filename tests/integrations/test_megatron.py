@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import re
 import tempfile
 from dataclasses import dataclass, fields
@@ -727,7 +728,7 @@ def test_flags(row: FlagRow) -> None:
     assert {name: found[name] for name in row.arguments} == row.arguments
     plain = arguments_of(config_from_arguments(parsed("--use-megatron-fsdp")))
     assert {name: plain[name] for name in row.without} == row.without
-    accepted = fully_shard_model.__wrapped__.__code__  # type: ignore[attr-defined]
+    accepted = inspect.unwrap(fully_shard_model).__code__
     assert found.keys() <= set(accepted.co_varnames[: accepted.co_argcount + accepted.co_kwonlyargcount])
 
 
