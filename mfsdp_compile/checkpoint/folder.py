@@ -373,7 +373,7 @@ class Checkpoints:
                 try:
                     write_durably(self.root / _LATEST, final.name)
                     self._remove_old(sharded.lineage)
-                except OSError as error:  # the checkpoint itself is complete
+                except (OSError, FileRefused) as error:  # the checkpoint itself is complete
                     warn(f"{final} is complete, but cleaning up around it failed: {error}", by=None)
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)

@@ -61,7 +61,7 @@ def check_weight(name: str, param: Any) -> None:
     if state is None or not param.bnb_quantized:
         raise NotImplementedError(
             f"Parameter {name!r} is a Params4bit that is not quantized yet. Move its layer to its device before "
-            "fully_shard_model (layer.to('cuda'), or 'cpu'), or load the model with "
+            "fully_shard_model (layer.to(device)), or load the model with "
             "BitsAndBytesConfig(load_in_4bit=True)."
         )
     if getattr(state, "packing_format_for_cpu", False):

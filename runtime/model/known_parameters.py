@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -22,24 +22,34 @@ class KnownParameters:
         module: Its module. Not kept alive.
         sharded: Parameters that are sharded.
         ignored: Those that are not, by name.
+        places: All names of ignored parameters. None: they are looked up in ``module``. One that is being copied has
+            no parameters yet, and takes those of the original.
     """
 
     def __init__(
-        self, owner: object, module: nn.Module, sharded: Iterable[nn.Parameter], ignored: Mapping[str, nn.Parameter]
+        self,
+        owner: object,
+        module: nn.Module,
+        sharded: Iterable[nn.Parameter],
+        ignored: Mapping[str, nn.Parameter],
+        places: Sequence[str] | None = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self._sharded = frozenset(map(id, sharded))
-        self._known = self._sharded
         alike = frozenset(map(id, ignored.values()))
-        named = module.named_parameters(remove_duplicate=False) if alike else ()
-        self._places = tuple(name for name, param in named if id(param) in alike)
-        self._ignored: dict[nn.Parameter, str] = {}  # keeps them alive: nothing else may have their id
-        self.ignored(module)
+        if places is None:
+            named = module.named_parameters(remove_duplicate=False) if alike else ()
+            places = tuple(name for name, param in named if id(param) in alike)
+        self.places = places
+        # Keeps them alive: nothing else may have their id.
+        self._ignored = {param: name for name, param in ignored.items()}
+        self._known = self._sharded | alike
+        ignore(owner, ignored)
 
     def ignored(self, module: nn.Module | None) -> dict[str, nn.Parameter]:
         """Return the parameters that are now in the places of ignored ones, each once, by name."""
         found: dict[nn.Parameter, str] = {} if module is not None else self._ignored
-        for place in self._places if module is not None else ():
+        for place in self.places if module is not None else ():
             with contextlib.suppress(AttributeError):  # the program has removed it
                 found.setdefault(module.get_parameter(place), place)
         if found != self._ignored:

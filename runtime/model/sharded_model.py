@@ -97,6 +97,7 @@ class ShardedModel:
         comm_buffers: BufferPool,
         registration: Registration | None = None,
         ignored: Mapping[str, nn.Parameter] | None = None,
+        ignored_places: Sequence[str] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.comm_buffers = comm_buffers
@@ -118,7 +119,7 @@ class ShardedModel:
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
         sharded = (param for bucket in self.buckets for param in bucket.params)
-        self.known = KnownParameters(self, module, sharded, ignored or {})
+        self.known = KnownParameters(self, module, sharded, ignored or {}, ignored_places)
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
@@ -147,6 +148,7 @@ class ShardedModel:
             pool,
             registration,
             ignored,
+            self.known.places,
         )
         if self.registration is not None and self.registration.is_expected:  # ranks use the copy together
             of_copy = weakref.WeakMethod(duplicate.manual_buffer_registration)

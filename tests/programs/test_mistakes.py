@@ -61,7 +61,6 @@ MISTAKES = {
         "nope",
     ),
     "no module": ("fully_shard_model([net])", "takes an nn.Module, got a list"),
-    "sum of shards and data": ("model = sharded(); next(model.parameters()) @ x.t()", "mixes the sharded parameter"),
     "optimizer from before": (
         "optimizer = torch.optim.SGD(net.parameters()); model = sharded(); fully_shard_optimizer(optimizer)",
         "after",

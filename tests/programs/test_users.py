@@ -116,8 +116,8 @@ def test_results_of_other_shapes() -> None:
     model = fully_shard_model(Column(), fsdp_unit_modules=[Column])
     weight = model.module.weight.detach()
     for other in (torch.randn(6, 4), torch.randn(4)):
-        assert torch.equal((weight * other).full_tensor(), weight.full_tensor() * other)
-    torch.testing.assert_close((weight * torch.ones(6, 1)).full_tensor(), weight.full_tensor())
+        assert torch.equal(weight * other, weight.full_tensor() * other)
+    torch.testing.assert_close(weight * torch.ones(6, 1), weight.full_tensor())
     torch.testing.assert_close((weight + torch.tensor(1.0)).full_tensor(), weight.full_tensor() + 1)
 
 

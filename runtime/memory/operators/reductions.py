@@ -31,7 +31,12 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_sharded(result):
         return result
     result = replicate(result, leaves_of(args, kwargs))
-    if isinstance(result, ReplicatedTensor) and (order := _order(func, args, kwargs)) is not None:
+    # A loss takes parameters' norms as they are: only gradients are clipped.
+    if (
+        isinstance(result, ReplicatedTensor)
+        and not args[0].is_of_parameter
+        and (order := _order(func, args, kwargs)) is not None
+    ):
         result.reduction = Reduction(order, Averaging.over(args[0].topology, args[0].row_split))
     return result
 
