@@ -136,6 +136,9 @@ class GradientConsumer(Protocol):
 class Conductor(Protocol):
     """Announces collectives: :class:`~..ranks.coordinator.Coordinator`."""
 
+    @property
+    def is_capturing(self) -> bool: ...
+
     def in_step(self) -> contextlib.AbstractContextManager[None]:
         """Context of collectives that belong to no forward or backward."""
 

@@ -48,11 +48,12 @@ class KnownParameters:
 
     def ignored(self, module: nn.Module | None) -> dict[str, nn.Parameter]:
         """Return the parameters that are now in the places of ignored ones, each once, by name."""
-        found: dict[nn.Parameter, str] = {} if module is not None else self._ignored
-        for place in self.places if module is not None else ():
+        found: dict[nn.Parameter, str] = {}
+        for place in self.places:
             with contextlib.suppress(AttributeError):  # the program has removed it
-                found.setdefault(module.get_parameter(place), place)
-        if found != self._ignored:
+                if module is not None:
+                    found.setdefault(module.get_parameter(place), place)
+        if module is not None and found != self._ignored:
             stop_ignoring(self._ignored)
             self._ignored, self._known = found, self._sharded.union(map(id, found))
             ignore(self._owner(), {name: param for param, name in found.items()})

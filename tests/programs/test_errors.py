@@ -27,6 +27,8 @@ from mfsdp_compile import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from mfsdp_compile.backend import compile as backend
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.ranks import agreement
 
 MODES = [EAGER, AOT_EAGER]
@@ -318,6 +320,8 @@ class _Untraceable(nn.Linear):
     [({"options": {"loss_chunk": 8}}, "Did you mean 'loss_chunks'"), ({"mode": "max-autotune"}, "mode='max-autotune'")],
 )
 def test_options_are_checked_before_anything_is_traced(given: dict[str, Any], match: str) -> None:
+    # torch._dynamo.reset() of the fixture forgets callbacks. The backend registers them when it is imported and used.
+    compat.on_compilation(backend._dynamo_begins, backend._dynamo_ends)
     model = fully_shard_model(_Untraceable(8, 8))
     for compiled in (model, lambda x: model(x)):
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match):
