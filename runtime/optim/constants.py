@@ -107,7 +107,9 @@ def _variables(methods: Mapping[str, Sequence[FunctionType]]) -> list[tuple[str,
             elif is_constant(value):
                 found.append((f"{function.__name__}.{name}", value))
             elif not _is_of_library(value):
-                raise CannotCompile(f"its {function.__name__}() reads the variable {name!r}, a {type(value).__name__}")
+                raise CannotCompile(
+                    f"{function.__name__}() reads an object by name, {name!r}, a {type(value).__name__}"
+                )
     return found
 
 

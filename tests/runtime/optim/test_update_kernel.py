@@ -253,14 +253,14 @@ LEFT: dict[str, tuple[Optim, str]] = {
     "object of the class": (OfAnObject, "its attribute 'OfAnObject.held' is a list"),
     "computed attributes": (Computed, "its class computes attributes (Computed.__getattr__)"),
     "a variable changed": (custom(_changes_a_variable), "_changes_a_variable() changes the variable '_drawn'"),
-    "an object read": (custom(_reads_an_object), "_reads_an_object() reads 'COMPILED', a dict"),
+    "an object read": (custom(_reads_an_object), "_reads_an_object() reads an object by name, 'COMPILED', a dict"),
     "random": (custom(_random), "aten.rand.default draws random numbers"),
     "reversed": (custom(_reversed), "aten.rsub.Tensor takes or changes a number"),
     "notes the norm": (custom(_notes_the_norm), "takes or changes a number"),
     "length": (custom(_long_ones), "depends on the number of elements"),
     "random elements": (custom(_random_elements), "aten.rand_like.default draws random numbers"),
     "first parameter": (custom(_first_parameter), "compiling its step fails: IndexError"),
-    "counts elsewhere": (custom(_counts_elsewhere), "_counts_elsewhere() reads '_calls', a list"),
+    "counts elsewhere": (custom(_counts_elsewhere), "_counts_elsewhere() reads an object by name, '_calls', a list"),
 }
 
 
