@@ -195,11 +195,11 @@ def extend(
     for extended in (extended_step, extended_zero_grad):
         del extended.__wrapped__  # inspect.signature would show its arguments
     # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
-    optimizer.step = _bound(extended_step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = _bound(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.step = _Method(extended_step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = _Method(extended_zero_grad, optimizer)  # type: ignore[method-assign]
     if whole:
         copy_whole = functools.partial(_copy_whole, by_name=by_name)
-        vars(optimizer)["__deepcopy__"] = _bound(copy_whole, optimizer)
+        vars(optimizer)["__deepcopy__"] = _Method(copy_whole, optimizer)
     vars(optimizer)[EXTENDED] = optimizer.step
     for owner in owners:
         owner.optimizers.add(optimizer)
@@ -217,23 +217,28 @@ def _over(over: FlatStep | WholeStep) -> Callable[..., Any]:
     return hooked
 
 
-def _bound(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return a method of an optimizer that is set on it, but does not keep it alive, and its state with it."""
-    reference, name = weakref.ref(optimizer), getattr(function, "__name__", "a method").removeprefix("extended_")
+class _Method:
+    """A method of an optimizer that is set on it, but does not keep it alive, and its state with it.
 
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if (found := reference()) is None:
+    Not a function: ``functools.wraps`` would copy ``__func__`` to what a program puts around the method, and a
+    learning-rate scheduler, which calls that, would then leave it out.
+    """
+
+    __slots__ = ("__func__", "__name__", "__signature__", "_reference")
+
+    def __init__(self, function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:
+        self._reference = weakref.ref(optimizer)
+        self.__func__ = function  # learning-rate schedulers wrap this
+        self.__name__ = getattr(function, "__name__", "a method")
+        signature = inspect.signature(function)
+        self.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (found := self._reference()) is None:
             raise ReferenceError(
-                f"{name}() of an optimizer that was deleted. Keep the optimizer, not its method alone."
+                f"{self.__name__}() of an optimizer that was deleted. Keep the optimizer, not its method alone."
             )
-        return function(found, *args, **kwargs)
-
-    bound = inspect.signature(function)
-    method.__signature__ = bound.replace(parameters=[*bound.parameters.values()][1:])  # type: ignore[attr-defined]
-    method.__name__ = getattr(function, "__name__", method.__name__)
-    method.__doc__ = function.__doc__
-    method.__func__ = function  # type: ignore[attr-defined]  # learning-rate schedulers wrap this
-    return method
+        return self.__func__(found, *args, **kwargs)
 
 
 def _unbound(method: Any) -> Callable[..., Any]:

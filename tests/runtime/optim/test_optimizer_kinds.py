@@ -382,6 +382,19 @@ def test_what_the_program_changes_after_the_first_steps(between: Any) -> None:
     compare(make, ("plain", "flat", "eager"), between)
 
 
+def test_schedulers_do_not_leave_out_what_is_around_step(fake_world: int) -> None:
+    model = fully_shard_model(parity.build(Net), fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), flat=True)
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    assert not kinds.is_wrapped(optimizer)
+    _skip_later(None, optimizer, 0)
+    assert kinds.is_wrapped(optimizer)
+    other = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), flat=True)
+    _skip_later(None, other, 0)
+    with pytest.raises(AttributeError, match="__func__"):  # as without fully_shard_optimizer
+        torch.optim.lr_scheduler.LinearLR(other)
+
+
 def test_torchs_own_classes_are_known_unless_their_code_is_changed() -> None:
     params = [nn.Parameter(torch.ones(2, 2))]
     elementwise = [
