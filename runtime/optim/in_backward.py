@@ -209,8 +209,6 @@ class StepInBackward:
 
     def end_step(self) -> None:
         """Forget a step, and forwards without a backward."""
-        for bucket in self._flat.stepped:
-            bucket.used_now.clear()
         self._flat.stepped.clear()
         for bucket in self._buckets:
             bucket.contributions = 0
