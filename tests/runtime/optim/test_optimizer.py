@@ -25,6 +25,7 @@ from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.rows import RowSplit
 from mfsdp_compile.runtime.geometry.topology import Group
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
+from mfsdp_compile.runtime.optim.flat_step import FlatStep, flat_step_of
 from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.optim.state import shard_state
 
@@ -417,20 +418,22 @@ def test_flat_steps_with_every_strategy(how: str, strategies: tuple[str, ...]) -
     for strategy in strategies:
         settings = {"lr": 0.01} | ({"fused": True} if how == "fused" else {"foreach": how == "foreach"})
         pair = flat_pair(Matrices, torch.optim.AdamW, settings, **mesh_arguments(strategy))
-        stepped: list[list[Tensor]] = []
+        seen: list[Any] = []
         pair[0][1].register_step_pre_hook(
-            lambda o, *_, s=stepped: s.append([p for g in o.param_groups for p in g["params"]])
+            lambda o, *_, s=seen: s.extend(p for g in o.param_groups for p in g["params"])
         )
-        for batch in parity.batches(3, (6, 16)):
-            for model, optimizer in pair:
-                model(batch[dist.get_rank()]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        with mock.patch.object(FlatStep, "_give_up", side_effect=AssertionError("parameters are stepped one by one")):
+            for batch in parity.batches(3, (6, 16)):
+                for model, optimizer in pair:
+                    model(batch[dist.get_rank()]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
         assert_same_state(pair, exactly=True)
-        assert len(stepped) == 3
-        for tensors in stepped:  # at most two groups in each bucket
-            assert 0 < len(tensors) <= 2 * len(pair[0][0].sharded.buckets)
-            assert not any(isinstance(tensor, RowShardedTensor) for tensor in tensors)
+        assert seen
+        assert all(isinstance(tensor, RowShardedTensor) for tensor in seen), "hooks see parameters"
+        flat = flat_step_of(pair[0][1])
+        assert flat is not None
+        assert all(len(runs) <= 2 for runs in flat.runs_by_bucket().values()), "at most two groups in each bucket"
 
 
 @on_ranks(2)
