@@ -160,7 +160,6 @@ class GradSync:
         self._backward = _BackwardIds()
         self._touched.clear()
         self._found_nan.clear()
-        self._graph_use.forget()
 
     @compat.python_only
     def _finish_backward(self) -> None:
@@ -332,6 +331,7 @@ class GradSync:
         self.forget_backward()
         self._reduced.clear()
         self.use_varies.clear()
+        self._graph_use.forget()
         self.zero()
         self.microbatches = 0
 

@@ -92,6 +92,6 @@ class GraphUse:
         return levels
 
     def forget(self) -> None:
-        """Forget backwards that failed."""
+        """Forget all backwards, as gradients are dropped."""
         self._open.clear()
         self._read.clear()
