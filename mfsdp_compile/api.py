@@ -124,7 +124,7 @@ def fully_shard_model(
         fsdp_unit_modules: Classes, or import paths of classes, whose instances are units: each is gathered and released
             as a whole. Typically a transformer's layer. The list may also contain modules, each of which is a unit, and
             lists of modules, which are one unit together: it is gathered when the first of them runs. ``"auto"``: the
-            model's repeated blocks. None: the whole model is one unit.
+            model's repeated blocks, or a single one in a ``ModuleList``. None: the whole model is one unit.
         zero_dp_strategy: What to shard, as in ZeRO. 0 or ``"no_shard"``: nothing. 1 or ``"optim"``: optimizer state. 2
             or ``"optim_grads"``: also gradients. 3 or ``"optim_grads_params"``: also parameters.
         outer_dp_sharding_strategy: What to shard further over ``dp_outer_dim``: nothing (0 or ``"no_shard"``), or the

@@ -392,6 +392,12 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
                 "would not find what was gathered. Shard the module that it was scripted or traced from, or pass its "
                 "parameters as ignored_params: each rank then trains them alone, unless they are frozen."
             )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None and own:
+            raise NotImplementedError(
+                f"Embedding {name or 'model'!r} has max_norm={part.max_norm}: its forward writes to its weight, which "
+                "is a gathered copy there, and each rank would write other rows. Normalize its output instead (set its "
+                "max_norm to None), or pass its weight as ignored_params."
+            )
     names: dict[int, str] = {}
     for name, param in module.named_parameters():
         if param in ignored:

@@ -107,11 +107,12 @@ def resolve_classes(model: nn.Module, given: UnitModules, argument: str) -> tupl
     classes: list[type[nn.Module]] = []
     for entry in entries:
         if entry == "auto":
-            found = repeated_blocks(model)
+            found = repeated_blocks(model) or _listed_blocks(model)
             if not found:
                 raise ValueError(
                     f"{argument}='auto' found no repeated block in the model: no class of modules with children "
-                    "occurs twice side by side. Name the classes to shard by, or pass None to make the model one unit."
+                    "occurs twice side by side, or in a ModuleList. Name the classes to shard by, or pass None to make "
+                    "the model one unit."
                 )
             classes.extend(found)
             continue
@@ -144,6 +145,14 @@ def repeated_blocks(model: nn.Module) -> tuple[type[nn.Module], ...]:
         if type(child) not in repeated:
             found.extend(repeated_blocks(child))
     return tuple(dict.fromkeys(found))
+
+
+def _listed_blocks(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the classes of blocks in the outermost lists: those of a model that has been cut to one layer."""
+    found = (
+        [type(child) for child in module.children() if _is_block(child)] if isinstance(module, nn.ModuleList) else []
+    )
+    return tuple(dict.fromkeys(found or (cls for child in module.children() for cls in _listed_blocks(child))))
 
 
 def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:

@@ -205,6 +205,23 @@ def test_tensors_on_another_device_are_refused() -> None:
             trained(batches[3])
 
 
+class _Trains(zoo.Plain):
+    class block(zoo.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(2 * x if self.training else x)
+
+
+@on_ranks(2, timeout=120)
+def test_a_module_that_trains_and_one_that_does_not_have_graphs_of_their_own() -> None:
+    """The model alone would not tell them apart."""
+
+    def between(number: int, trained: Trained) -> None:
+        trained.model.module.blocks[1].train(number % 2 == 0)
+
+    mine = compare(sgd, between, module=_Trains)
+    assert len(mine.recorder.recordings) == 2
+
+
 @on_ranks(2, timeout=120)
 def test_numbers_that_differ_from_call_to_call() -> None:
     """They take no memory, until there are too many of them."""

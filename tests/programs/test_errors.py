@@ -27,7 +27,7 @@ from mfsdp_compile import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from mfsdp_compile.backend import compile as backend
+from mfsdp_compile.backend import compile
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.ranks import agreement
 
@@ -192,6 +192,10 @@ def test_models_that_cannot_be_sharded() -> None:
     with pytest.raises(NotImplementedError, match=r"ScriptModule.*ignored_params"):
         fully_shard_model(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))))
     assert [type(param) for param in scripted.parameters()] == [nn.Parameter] * 4
+    for embedding in (nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2, max_norm=1.0)):
+        with pytest.raises(NotImplementedError, match=r"Embedding '0' has max_norm=1\.0.*Normalize its output instead"):
+            fully_shard_model(nn.Sequential(embedding, nn.Linear(2, 2)))
+        fully_shard_model(nn.Sequential(embedding, nn.Linear(2, 2)), ignored_params=[embedding.weight])
     with pytest.raises(ValueError, match=r"meta device.*init_model_with_meta_device=True"):
         fully_shard_model(nn.Linear(2, 2, device="meta"))
 
@@ -320,8 +324,7 @@ class _Untraceable(nn.Linear):
     [({"options": {"loss_chunk": 8}}, "Did you mean 'loss_chunks'"), ({"mode": "max-autotune"}, "mode='max-autotune'")],
 )
 def test_options_are_checked_before_anything_is_traced(given: dict[str, Any], match: str) -> None:
-    # torch._dynamo.reset() of the fixture forgets callbacks. The backend registers them when it is imported and used.
-    compat.on_compilation(backend._dynamo_begins, backend._dynamo_ends)
+    compat.on_compilation(compile._dynamo_begins, compile._dynamo_ends)  # an earlier test may have reset Dynamo
     model = fully_shard_model(_Untraceable(8, 8))
     for compiled in (model, lambda x: model(x)):
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match):

@@ -106,3 +106,12 @@ def test_a_dimension_of_one_rank(compiled: bool) -> None:
             assert started() == before
             for ours, theirs in zip(results, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_over_one_rank_is_no_alias() -> None:
+    """Compiled code reuses the memory of the argument while the result is the gradient."""
+    reduced = torch.ops.mfsdp.reduce_if_due.default
+    for collective in ("reduce_scatter", "all_reduce"):
+        given = torch.ones(8), torch.empty(0), collective, "always", "sum", 1, "none", False
+        torch.library.opcheck(reduced, given, test_utils="test_schema")
+        assert torch.equal(reduced(*given), given[0])

@@ -194,9 +194,7 @@ class Scale(nn.Module):
         return (self.weight * x).sum()
 
 
-@pytest.mark.parametrize(
-    "strategy", ["optim_grads_params", pytest.param("HSDP optim_grads_params", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params"])
 @on_ranks(4)
 def test_a_mean_fits_where_the_sum_would_overflow(strategy: str) -> None:
     """In float16. With two microbatches, HSDP keeps sums of inner ranks in between."""
@@ -206,6 +204,19 @@ def test_a_mean_fits_where_the_sum_would_overflow(strategy: str) -> None:
         model.is_last_microbatch = micro == 1
         model(torch.full((7,), 2e4, dtype=torch.float16)).backward()
     assert torch.equal(model.module.weight.grad.full_tensor(), torch.full((7,), 4e4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_microbatches_are_added_in_the_dtype_of_gradients(mode: str) -> None:
+    """256 + 1 is 256 in bfloat16, which is sent."""
+    policy = MixedPrecisionPolicy(grad_comm_dtype=BF16)
+    model = fully_shard_model(Scale(), mixed_precision_policy=policy, zero_dp_strategy="no_shard")
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    for micro, value in enumerate((256.0, 1.0, 1.0)):
+        model.is_last_microbatch = micro == 2
+        call(torch.full((7,), value)).backward()
+    assert torch.equal(model.module.weight.grad.full_tensor(), torch.full((7,), 258.0))
 
 
 @on_ranks(2)

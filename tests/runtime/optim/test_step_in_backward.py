@@ -461,6 +461,19 @@ def test_ranks_that_use_other_parameters() -> None:
         assert torch.equal(value, other.tensors[key]), key
 
 
+@on_ranks(2)
+def test_hooks_on_one_rank_run_for_what_another_rank_has_stepped_over() -> None:
+    trained = Trained("compile_step", EAGER, _ExtraOnOneRank, steps=1)
+    seen: list[Tensor] = []
+    if dist.get_rank() == 0:  # does not use it, and so leaves its bucket to the optimizer's step
+        extra = trained.model.get_parameter("blocks.0.extra")
+        extra.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    trained.stepped.clear()
+    trained.train(parity.batches(1, shape=(3, 8)))
+    assert len(seen) == (dist.get_rank() == 0)
+    assert len(trained.stepped) == len(trained.model.sharded.buckets) - (3 if dist.get_rank() == 0 else 0)
+
+
 def _with_penalty(model: Any, x: Tensor) -> Tensor:
     return model(x) + 0.01 * sum(param.square().sum() for param in model.parameters())
 

@@ -139,6 +139,10 @@ def test_auto_without_blocks_says_so() -> None:
         owned(nn.Linear(2, 2), "auto")
 
 
+def test_auto_finds_a_single_layer() -> None:
+    assert owned(zoo.Plain(layers=1), "auto").keys() == owned(zoo.Plain(layers=1), [zoo.Block]).keys()
+
+
 # -- joined units -----------------------------------------------------------------------------------------------------
 
 
