@@ -177,9 +177,15 @@ class GradSync:
         if self._found_nan:
             self._report_nan()
 
-    def note_backward(self, backwards: Sequence[gradients.Backward]) -> None:
-        """Record what a compiled backward is about to compute for these buckets, and what autograd wants of it."""
-        own = set(self._buckets)
+    def note_backward(self, backwards: Sequence[gradients.Backward]) -> list[str]:
+        """Record what a compiled backward is about to compute for these buckets, and what autograd wants of it.
+
+        Returns:
+            Names of parameters without a gradient that must be the same on all ranks, because nothing compares them
+            later: gradients for ``torch.autograd.grad`` are returned at once, and a captured step is replayed without
+            the host.
+        """
+        own, unused = set(self._buckets), list[str]()
         for backward in backwards:
             bucket = backward.bucket()
             if bucket is None or bucket not in own or not bucket.plan.requires_grad or not backward.leaves:
@@ -187,11 +193,14 @@ class GradSync:
             requested = backward.requested = RequestedGradients.of(backward.leaves)
             if bucket.pending is not None:
                 bucket.pending.requested = requested
+            used = backward.used - requested.left_out
             if requested.added:
-                used = backward.used - requested.left_out
                 gradients.note_use(bucket, used)
-                if not self._coordinator.is_capturing:
-                    self._graph_use.begin(bucket, used)
+            if requested.returned or self._coordinator.is_capturing:
+                unused += [slot.name for index, slot in enumerate(_slots(bucket)) if index not in backward.used]
+            elif requested.added:
+                self._graph_use.begin(bucket, used)
+        return unused
 
     def touched(self, bucket: Bucket) -> None:
         """Record that a bucket got the gradients of one forward."""

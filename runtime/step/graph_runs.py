@@ -90,8 +90,7 @@ class GraphRun:
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found
             for owner in self._owners:
-                owner.grad_sync.note_backward(self._backwards)
-            unused = [name for backward in self._backwards for name in _unused(backward)]
+                unused += owner.grad_sync.note_backward(self._backwards)
         if schedule:
             buckets = [backward.bucket() for backward in self._backwards]
             ranks = [(bucket.topology, bucket.stages) if bucket is not None else None for bucket in buckets]
@@ -102,22 +101,6 @@ class GraphRun:
     def deliver(self, gradient: Tensor, bucket: int) -> None:
         """Give the parameters of the bucket of this index their gradient."""
         deliver_to(self._backwards[bucket], gradient)
-
-
-def _unused(backward: Backward) -> list[str]:
-    """Return the names of trainable parameters without a gradient in a backward, if ranks do not compare them later.
-
-    They cannot for gradients of ``torch.autograd.grad``, which are returned at once, and of a captured step, which is
-    replayed without the host.
-    """
-    bucket = backward.bucket()
-    if bucket is None or not backward.leaves or not bucket.plan.requires_grad:
-        return []
-    is_returned = backward.requested is not None and bool(backward.requested.returned)
-    if not (is_returned or bucket.owner.coordinator.is_capturing):
-        return []
-    slots = bucket.plan.layout.slots
-    return [slot.name for index, slot in enumerate(slots) if index not in backward.used]
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:

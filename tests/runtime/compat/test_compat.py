@@ -951,6 +951,30 @@ def test_what_a_backend_raised_is_found_again() -> None:
     assert isinstance(caught.value.inner_exception, KeyError)
 
 
+def test_what_a_backend_was_called_with_is_known_before_anything_is_traced() -> None:
+    def backend(gm: fx.GraphModule, inputs: Any, *, mode: Any = None, options: Any = None) -> Any:
+        return gm
+
+    def check(options: Any, mode: Any) -> None:
+        seen.append((options, mode))
+        if mode == "wrong":
+            raise ValueError("no such mode")
+
+    seen: list[Any] = []
+    begin = torch.compiler.disable(lambda _: compat.check_before_tracing(backend, check))
+    compat.on_compilation(begin, lambda _: None)
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+        assert not seen
+        torch.compile(lambda x: x + 2, backend=backend, options={"a": 1})(torch.ones(1))
+        assert seen == [({"a": 1}, None)]
+        with pytest.raises(compat.BackendCompilerFailed, match="no such mode"):
+            torch.compile(lambda x: torch._dynamo.graph_break(), backend=backend, mode="wrong")(torch.ones(1))
+        assert seen[1:] == [(None, "wrong")]
+    finally:
+        torch._dynamo.reset()
+
+
 def test_what_cannot_be_traced_says_where() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
