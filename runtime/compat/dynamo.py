@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.convert_frame import _compile
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
@@ -484,9 +483,10 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         BackendCompilerFailed: ``check`` has raised, as if the backend had.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _compile.__code__:
+    while frame is not None and "compiler_fn" not in frame.f_locals:
         frame = frame.f_back
-    compiler = getattr(frame.f_locals["compiler_fn"], "_torchdynamo_orig_backend", None) if frame is not None else None
+    found = frame.f_locals["compiler_fn"] if frame is not None else None
+    compiler = getattr(found, "_torchdynamo_orig_backend", None)
     if getattr(compiler, "compiler_fn", None) is not backend:
         return  # it is for another backend
     given = compiler.kwargs  # type: ignore[union-attr]
