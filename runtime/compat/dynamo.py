@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .frames import frames
 from .version import MODULE_FILE
 
 __all__ = [
@@ -482,9 +484,8 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
     Raises:
         BackendCompilerFailed: ``check`` has raised, as if the backend had.
     """
-    frame = inspect.currentframe()
-    while frame is not None and "compiler_fn" not in frame.f_locals:
-        frame = frame.f_back
+    # No other frame is looked into: before Python 3.13, f_locals of a running function keeps its variables alive.
+    frame = next((frame for frame in frames() if _compiles(frame)), None)
     found = frame.f_locals["compiler_fn"] if frame is not None else None
     compiler = getattr(found, "_torchdynamo_orig_backend", None)
     if getattr(compiler, "compiler_fn", None) is not backend:
@@ -494,3 +495,7 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         check(given.get("options"), given.get("mode"))
     except Exception as error:
         raise BackendCompilerFailed(backend, error, None).with_traceback(error.__traceback__) from None  # type: ignore[arg-type]
+
+
+def _compiles(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_compile" and frame.f_globals["__name__"] == "torch._dynamo.convert_frame"
