@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import families
 import parity
 import pytest
 import torch
@@ -25,7 +26,7 @@ def compare(
     build: Callable[[], nn.Module],
     batch: Callable[[int, int], Sequence[Any]],
     mode: str,
-    units: Sequence[type[nn.Module]],
+    units: Sequence[Any],
     steps: int,
     microbatches: int = 1,
     way: str = "",
@@ -148,6 +149,27 @@ def test_views_of_parameters_with_sizes_of_the_batch(way: str) -> None:
         options=options.get(way),
         dynamic=True,
     )
+
+
+class Images(nn.Module):
+    """A model of transformers, whose class token is expanded over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = families.vit()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.vit(pixel_values=pixels).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=180)
+def test_an_image_model_with_a_smaller_last_batch() -> None:
+    def batch(step: int, rank: int) -> tuple[Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return (torch.randn(4 - step, 3, 32, 32, generator=generator),)
+
+    compare(Images, batch, AOT_EAGER, ["auto"], steps=3)
 
 
 class Linears(nn.Module):
