@@ -313,7 +313,7 @@ def fully_shard_optimizer(
 @telling_others()
 def fully_shard(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer = ...,  # type: ignore[assignment]
     *args: Any,
     flat_optimizer: bool = False,
     **kwargs: Any,
@@ -325,7 +325,7 @@ def fully_shard(
 
     Args:
         module: See :func:`fully_shard_model`.
-        optimizer: The optimizer of ``module``'s parameters. It must be passed.
+        optimizer: The optimizer of ``module``'s parameters. It has no default.
         *args, **kwargs: The other arguments of :func:`fully_shard_model`.
         flat_optimizer: See ``flat`` of :func:`fully_shard_optimizer`.
 
@@ -336,7 +336,7 @@ def fully_shard(
         ValueError: If the optimizer holds other parameters, or state that cannot be sharded, or does not support
             ``flat_optimizer``; also where :func:`fully_shard_model` raises it. Nothing is changed then.
     """
-    if optimizer is None:
+    if optimizer is ...:
         raise TypeError(
             "mfsdp_compile.fully_shard(module, optimizer) is called once, with the whole model and the optimizer of "
             "its parameters, and got no optimizer. FSDP2's fully_shard(module), which is called on each block, is "

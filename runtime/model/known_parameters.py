@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -19,45 +19,36 @@ class KnownParameters:
 
     Args:
         owner: The sharded model. Not kept alive.
-        module: Its module. Not kept alive.
         sharded: Parameters that are sharded.
-        ignored: Those that are not, by name.
-        places: All names of ignored parameters. None: they are looked up in ``module``. One that is being copied has
-            no parameters yet, and takes those of the original.
+        ignored: Those that are not, by the name of each place where a module holds one.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        module: nn.Module,
-        sharded: Iterable[nn.Parameter],
-        ignored: Mapping[str, nn.Parameter],
-        places: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, owner: object, sharded: Iterable[nn.Parameter], ignored: Mapping[str, nn.Parameter]) -> None:
         self._owner = weakref.ref(owner)
         self._sharded = frozenset(map(id, sharded))
-        alike = frozenset(map(id, ignored.values()))
-        if places is None:
-            named = module.named_parameters(remove_duplicate=False) if alike else ()
-            places = tuple(name for name, param in named if id(param) in alike)
-        self.places = places
-        # Keeps them alive: nothing else may have their id.
-        self._ignored = {param: name for name, param in ignored.items()}
-        self._known = self._sharded | alike
-        ignore(owner, ignored)
+        self._places = tuple(ignored)
+        self._ignored: dict[str, nn.Parameter] = {}  # keeps them alive: nothing else may have their id
+        self._know(ignored)
+
+    def _know(self, ignored: Mapping[str, nn.Parameter]) -> None:
+        stop_ignoring(self._ignored.values())
+        self._ignored = dict(ignored)
+        self._known = self._sharded.union(map(id, ignored.values()))
+        ignore(self._owner(), _each_once(ignored))
+
+    def places(self, module: nn.Module | None) -> dict[str, nn.Parameter]:
+        """Return the parameters that are now in the places of ignored ones, by the names of the places."""
+        found: dict[str, nn.Parameter] = {}
+        for place in self._places if module is not None else ():
+            with contextlib.suppress(AttributeError):  # the program has removed it
+                found[place] = module.get_parameter(place)  # type: ignore[union-attr]
+        if module is not None and [*map(id, found.values())] != [*map(id, self._ignored.values())]:
+            self._know(found)
+        return self._ignored
 
     def ignored(self, module: nn.Module | None) -> dict[str, nn.Parameter]:
         """Return the parameters that are now in the places of ignored ones, each once, by name."""
-        found: dict[nn.Parameter, str] = {}
-        for place in self.places:
-            with contextlib.suppress(AttributeError):  # the program has removed it
-                if module is not None:
-                    found.setdefault(module.get_parameter(place), place)
-        if module is not None and found != self._ignored:
-            stop_ignoring(self._ignored)
-            self._ignored, self._known = found, self._sharded.union(map(id, found))
-            ignore(self._owner(), {name: param for param, name in found.items()})
-        return {name: param for param, name in self._ignored.items()}
+        return _each_once(self.places(module))
 
     def check(self, module: nn.Module) -> None:
         """Raise RuntimeError if the module has got another parameter: each rank would train it alone."""
@@ -74,7 +65,7 @@ class KnownParameters:
 
     def _refuse(self, module: nn.Module, holder: nn.Module, name: str) -> None:
         """Raise because of a parameter that is not known, unless it is in the place of one that is ignored."""
-        self.ignored(module)
+        self.places(module)
         if id(holder._parameters[name]) in self._known:
             return
         path = ".".join(filter(None, (next(path for path, held in module.named_modules() if held is holder), name)))
@@ -82,3 +73,11 @@ class KnownParameters:
             f"Parameter {path!r} came after fully_shard_model: it is not sharded and its gradient would "
             "not be reduced. Change the model before sharding it."
         )
+
+
+def _each_once(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return parameters under their first names."""
+    first: dict[nn.Parameter, str] = {}
+    for name, param in params.items():
+        first.setdefault(param, name)
+    return {name: param for param, name in first.items()}

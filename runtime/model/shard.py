@@ -159,7 +159,7 @@ def shard_model(
         options.overlap,
         pool,
         registration,
-        {name: param for name, param in module.named_parameters() if param in options.ignored},
+        {name: param for name, param in module.named_parameters(remove_duplicate=False) if param in options.ignored},
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)

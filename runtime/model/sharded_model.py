@@ -72,7 +72,7 @@ class ShardedModel:
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
         registration: Their registration with NCCL, if it was asked for.
-        ignored: Parameters of the module that are not sharded, by name: each rank has its own.
+        ignored: Parameters of the module that are not sharded, by the name of each place: each rank has its own.
 
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
@@ -97,7 +97,6 @@ class ShardedModel:
         comm_buffers: BufferPool,
         registration: Registration | None = None,
         ignored: Mapping[str, nn.Parameter] | None = None,
-        ignored_places: Sequence[str] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.comm_buffers = comm_buffers
@@ -119,7 +118,7 @@ class ShardedModel:
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
         sharded = (param for bucket in self.buckets for param in bucket.params)
-        self.known = KnownParameters(self, module, sharded, ignored or {}, ignored_places)
+        self.known = KnownParameters(self, sharded, ignored or {})
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
@@ -131,7 +130,9 @@ class ShardedModel:
         """Copy the model with its memory, but without the state of a running step."""
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate  # buckets refer to their owner
-        buckets, eager, module, ignored = copy.deepcopy((self.buckets, self.eager, self.module, self.ignored), memo)
+        buckets, eager, module, ignored = copy.deepcopy(
+            (self.buckets, self.eager, self.module, self.known.places(self.module)), memo
+        )
         members = copy.copy(self.members)
         coordinator = self.coordinator.of_copy(members)
         pool = copy.deepcopy(self.comm_buffers)
@@ -148,7 +149,6 @@ class ShardedModel:
             pool,
             registration,
             ignored,
-            self.known.places,
         )
         if self.registration is not None and self.registration.is_expected:  # ranks use the copy together
             of_copy = weakref.WeakMethod(duplicate.manual_buffer_registration)

@@ -238,9 +238,10 @@ def test_optimizers_that_do_not_fit() -> None:
         "one by one": [optimizer],
         "class, SGD": torch.optim.SGD,
         "model goes to fully_shard_model": model,
+        "from the model's parameters": None,
     }
     with pytest.raises(TypeError, match=r"got no optimizer.*mfsdp_compile\.fsdp2\.fully_shard"):
-        fully_shard(model, None)  # type: ignore[arg-type]
+        fully_shard(model)
     for words, given in others.items():
         with pytest.raises(TypeError, match=f"fully_shard takes a torch.optim.Optimizer.*{words}"):
             fully_shard(model, given)  # type: ignore[arg-type]
