@@ -113,7 +113,7 @@ def _keep_reduction(func: Any, args: tuple[Any, ...], made: Any) -> None:
         return
     if func.is_view or func in _KEEPING:
         made.reduction = _reduction_of(args[0])
-    elif func in _ADDING and isinstance(args[0], ReplicatedTensor) and isinstance(args[1], ReplicatedTensor):
+    elif func in _ADDING:  # to a number, with which Python's sum begins, too
         made.reduction = _reduction_of(args[0], 1.0) or _reduction_of(args[1], 1.0)
 
 
