@@ -114,7 +114,8 @@ def test_results_of_other_shapes() -> None:
             self.weight = nn.Parameter(torch.randn(6, 1))
 
     model = fully_shard_model(Column(), fsdp_unit_modules=[Column])
-    weight = model.module.weight.detach()
+    param = model.module.weight.detach()
+    weight = torch.zeros_like(param).add_(param)  # as an optimizer's state
     for other in (torch.randn(6, 4), torch.randn(4)):
         assert torch.equal(weight * other, weight.full_tensor() * other)
     torch.testing.assert_close(weight * torch.ones(6, 1), weight.full_tensor())
