@@ -235,7 +235,8 @@ class RowShardedTensor(Dispatched):
 
     def _whole(self, what: str) -> Tensor:
         if self.requires_grad and torch.is_grad_enabled():
-            whole: Tensor = _Whole.apply(self, what)
+            with compat.below_function_transforms():  # transforms see a constant, as in forward
+                whole: Tensor = _Whole.apply(self, what)
             return whole
         with torch.no_grad():
             return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)

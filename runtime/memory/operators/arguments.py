@@ -119,7 +119,8 @@ def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
         raise RuntimeError(
             f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary "
             f"tensor of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different "
-            "ranks. Read module.parameter instead, which is the whole tensor in backward. What is the same on every "
-            "rank can be a Python number, or distribute_tensor(tensor, parameter.device_mesh, [Replicate()]); masks "
-            "can also be applied in a hook of the parameter (parameter.register_hook), or between steps."
+            "ranks. Read module.parameter instead, which is the whole tensor in backward, or pass "
+            "parameter.full_tensor() to the function. What is the same on every rank can be a Python number, or "
+            "distribute_tensor(tensor, parameter.device_mesh, [Replicate()]); masks can also be applied in a hook "
+            "of the parameter (parameter.register_hook), or between steps."
         )

@@ -101,6 +101,8 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
         + (y.flatten() * m.classes.view(-1)[:16]).sum()
     ),
     "in place": lambda m, y, x: _in_place(m, y).square().mean(),
+    "vmap": lambda m, y, x: torch.func.vmap(lambda row: (row * m.center).sum())(y).square().mean(),
+    "derivative": lambda m, y, x: torch.func.grad(lambda z: (z * m.center).square().sum())(y).mean(),
     "buffer": lambda m, y, x: _buffer(m, y).sum().sin(),
     "own number": lambda m, y, x: (
         (m.classes * x.abs().mean()).square().sum() + (m.center * (m.center.norm() * x.abs().mean())).sum()
