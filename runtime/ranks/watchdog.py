@@ -106,6 +106,7 @@ class Watchdog:
         self._store: dist.Store | None = None
         self._store_of: dist.Store | None = None
         self._seen: dict[Order, tuple[int, int]] = {}
+        self._moved: dict[Order, float] = {}  # when each was last seen to have begun something
         self._due, self._pause = 0.0, TICK
         self._explained: set[str] = set()
         self._rests: dict[Order, tuple[str, int] | None] = {}
@@ -305,6 +306,7 @@ class Watchdog:
                 self._answer(self._connection(), _answerable(mine), notices.astray(order.stalled, dist.get_rank()))
         seen, self._seen = self._seen, {order: (order.epoch, order.events) for order in live}
         now = time.monotonic()
+        self._moved = {o: self._moved.get(o, now) if seen.get(o) == self._seen[o] else now for o in live}
         if seen != self._seen:
             self._due, self._pause = now, TICK
             if not asked:
@@ -363,7 +365,7 @@ class Watchdog:
             wait = None if is_past or is_elsewhere else _other_wait(live, ask)
             if not (is_past or is_elsewhere or wait) or self._waits.was_asked(ask):
                 continue  # read last: this rank was asked before it could begin more
-            order = _order_with(live, ask["rank"])
+            order = self._order_with(live, ask["rank"])
             text = notices.diverged(ask, _here(order, mine, wait)) + notices.other_steps(ask, order)
             failed = found(store, key_of(order.group, "failed")) if order is not None else None
             if order is not None and failed is not None and failed["epoch"] == order.epoch:  # that is the cause
@@ -433,6 +435,15 @@ class Watchdog:
             return
         told = notices.come_so_far(order) | {"group": name, "line": program_line(frame)}
         notices.publish(store, order.group, "rest", told)
+
+    def _order_with(self, live: Collection[Order], rank: int) -> Order | None:
+        """Return the order in which this rank waits, of those that it has with another rank: that which moved last.
+
+        The model that has taken the most steps may be one that the program no longer uses.
+        """
+        known = compat.known_groups()
+        shared = [each for each in live if each.stalled is None and rank in known.get(each.group, ())]
+        return max(shared, key=lambda order: (self._moved.get(order, 0.0), order.steps), default=None)
 
     def _conclude(
         self, live: Watching, order: Order | None, keys: set[str], text: str, rank: int, more: set[str]
@@ -517,12 +528,6 @@ def _thread(live: Collection[Order]) -> int:
 def _answerable(mine: Asking | None) -> set[str]:
     """Return the key of the agreement that this rank waits in, if it may be answered for others."""
     return {mine.key} if mine is not None and not mine.is_last_resort else set()
-
-
-def _order_with(live: Collection[Order], rank: int) -> Order | None:
-    """Return the order of the model that is trained, of those that this rank has with another one."""
-    known = compat.known_groups()
-    return main_order([each for each in live if each.stalled is None and rank in known.get(each.group, ())])
 
 
 def _other_wait(live: Collection[Order], ask: Notice) -> str | None:

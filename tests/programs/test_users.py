@@ -118,7 +118,7 @@ def test_results_of_other_shapes() -> None:
     weight = torch.zeros_like(param).add_(param)  # as an optimizer's state
     for other in (torch.randn(6, 4), torch.randn(4)):
         assert torch.equal(weight * other, weight.full_tensor() * other)
-    torch.testing.assert_close(weight * torch.ones(6, 1), weight.full_tensor())
+    torch.testing.assert_close((weight * torch.ones(6, 1)).full_tensor(), weight.full_tensor())
     torch.testing.assert_close((weight + torch.tensor(1.0)).full_tensor(), weight.full_tensor() + 1)
 
 
