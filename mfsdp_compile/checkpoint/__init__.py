@@ -1,7 +1,7 @@
 """Portable checkpoints: written atomically, reloaded on any number of ranks, and safe to load."""
 
+from .checkpoints import Checkpoints
 from .errors import CheckpointError
-from .folder import Checkpoints
 from .full_state_dict import full_optimizer_state_dict, full_state_dict
 from .loading import Restored, load
 
