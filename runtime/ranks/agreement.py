@@ -21,7 +21,8 @@ from . import compared
 from .collective_order import AT_REST, StepPhase, orders
 from .digests import digest
 from .lifeline import RankLost
-from .rendezvous import Rendezvous, failure_of, refusal_of, reported_failures
+from .notices import refusal_of
+from .rendezvous import Rendezvous, failure_of, reported_failures
 from .watchdog import ORDER, watchdog
 
 Within = Callable[[], tuple[Sequence[int], Sequence[str]]]

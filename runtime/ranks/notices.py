@@ -35,6 +35,11 @@ def key_of_end(group: str, rank: int) -> str:
     return key_of(group, f"end/{rank}")
 
 
+def refusal_of(rank: int) -> str:
+    """Return the key of the error with which a rank was refused before it could arrive anywhere."""
+    return f"mfsdp/refusal/{rank}"
+
+
 def come_so_far(order: Order | None) -> Notice:
     """Return what each notice of this rank says. None: it has no model yet."""
     return {

@@ -24,7 +24,7 @@ from . import compared
 from .collective_order import ADVICE, orders
 from .failed_waits import where_they_are
 from .lifeline import RankLost
-from .notices import conclude_once
+from .notices import conclude_once, refusal_of
 from .store_tree import branch_of
 from .waits import Asking
 from .watchdog import ORDER, watchdog
@@ -37,11 +37,6 @@ SOON = timedelta(seconds=2)
 LOOK = timedelta(seconds=15)
 """How often waiting ranks check whether the ranks that they wait for were refused. A refusal is believed when it is
 seen twice: a program that catches the error on all ranks arrives again in the meantime."""
-
-
-def refusal_of(rank: int) -> str:
-    """Return the key of the error with which a rank was refused before it could arrive anywhere."""
-    return f"mfsdp/refusal/{rank}"
 
 
 def failure_of(group: dist.ProcessGroup, rank: int) -> str:
@@ -145,8 +140,9 @@ class Rendezvous:
 
     def _watched(self) -> Any:
         name, is_next = self._group.group_name, self._topic == ORDER
+        heeds = self._look is not None
         return watchdog.asking(
-            Asking(name, self._ranks, self._place, self._visit, self._what, is_next, self._is_last_resort)
+            Asking(name, self._ranks, self._place, self._visit, self._what, is_next, self._is_last_resort, heeds)
         )
 
     def _join(self) -> Verdict | None:

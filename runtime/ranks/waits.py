@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import program_line
 from .collective_order import Order, orders
-from .notices import Notice, come_so_far, found, key_of, publish
+from .notices import Notice, come_so_far, found, key_of, publish, refusal_of
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class Asking:
         what: What is to be agreed on.
         is_next: Whether that is the next step in the order of collectives.
         is_last_resort: Whether diverged ranks meet again here. Such an agreement is never answered for others.
+        heeds_refusals: Whether the ranks that wait learn from those that were refused why they do not come.
 
     Attributes:
         order: Order of the group, if it has one.
@@ -47,6 +48,7 @@ class Asking:
     what: str
     is_next: bool
     is_last_resort: bool
+    heeds_refusals: bool
     order: Order | None = field(init=False)
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
@@ -110,6 +112,7 @@ class Waits:
             "place": asked.place,
             "visit": asked.visit,
             "is last resort": asked.is_last_resort,
+            "heeds refusals": asked.heeds_refusals,
             "next": {each.group: (each.epoch, each.events + 1) for each in live},
         }
         there = found(store, key_of(asked.group, "ask"))
@@ -132,10 +135,16 @@ class Waits:
                 store.set(key, "null")
 
     def of_others(self, store: dist.Store) -> Iterator[Notice]:
-        """Yield what other ranks have told of their waits for this one in agreements that it has not come to."""
+        """Yield what other ranks have told of their waits for this one in agreements that it has not come to.
+
+        Those are left out that learn of the error with which this one was refused. It says more.
+        """
+        me = dist.get_rank()
         for group in compat.known_groups():
             ask = found(store, key_of(group, "ask"))
-            if ask is not None and ask["rank"] != dist.get_rank() and self._stands(store, ask):
+            if ask is None or ask["rank"] == me or not self._stands(store, ask):
+                continue
+            if not (ask["heeds refusals"] and store.check([refusal_of(me)]) and store.get(refusal_of(me))):
                 yield ask
 
     def was_asked(self, ask: Notice) -> bool:
