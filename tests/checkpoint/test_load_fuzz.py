@@ -30,7 +30,7 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, load
 from mfsdp_compile.checkpoint.extra_state import get_generators
 
-COUNTS = [pytest.param(200), pytest.param(20_000, marks=pytest.mark.long)]
+COUNTS = [pytest.param(100), pytest.param(20_000, marks=pytest.mark.long)]
 MOST_BYTES = 256 << 20
 """Memory that all inputs together may add. The checkpoint has 20 KB."""
 

@@ -38,11 +38,11 @@ EXCEPTIONS = {"embedding.weight", "first", "second"}
 """Matrices whose gradients no product computes: they are accumulated by index in float32, or come from outside."""
 
 
-def _marked(rows: list[Row], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [pytest.param(row, id=str(row), marks=marks) for row in rows]
+def _marked(rows: list[Row]) -> list[Any]:
+    return [pytest.param(row, id=str(row), marks=pytest.mark.long) for row in rows]
 
 
-EVERY = [*_marked(QUICK), *_marked(TABLED, pytest.mark.long), *_marked(LONG, pytest.mark.long)]
+EVERY = _marked([*QUICK, *TABLED, *LONG])
 each_row = pytest.mark.parametrize("row", EVERY)
 
 
@@ -129,15 +129,13 @@ def test_every_kernel_compiles(facts: dict[str, Any]) -> None:
     assert facts["cubins"] == facts["kernels"] > 0
 
 
-@pytest.mark.parametrize(
-    "row", _marked([row for row in TABLED if row.model == "gradients from outside"], pytest.mark.long)
-)
+@pytest.mark.parametrize("row", _marked([row for row in TABLED if row.model == "gradients from outside"]))
 def test_gradients_that_are_inputs_are_moved_by_one_kernel(facts: dict[str, Any]) -> None:
     assert facts["foreach"] == 1
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is that of torch 2.13")
-@pytest.mark.parametrize("row", [*_marked(QUICK), *_marked(TABLED, pytest.mark.long)])
+@pytest.mark.parametrize("row", _marked([*QUICK, *TABLED]))
 def test_table(row: Row, facts: dict[str, Any]) -> None:
     points = [str(len(phase["found"])) for phase in facts["phases"].values()]
     gradients = list(facts["gradients"].values())

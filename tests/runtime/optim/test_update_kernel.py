@@ -604,6 +604,7 @@ def test_state_that_the_program_changes(max_norm: float | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 def test_schedules_and_hooks() -> None:
     schedulers: dict[int, Any] = {}

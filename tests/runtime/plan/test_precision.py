@@ -242,6 +242,7 @@ def test_float16_sums_do_not_overflow() -> None:
         assert bool((model.module.weight.grad.full_tensor() == 30000).all()), strategy
 
 
+@pytest.mark.long_unless("*-eager")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_float64_keeps_its_digits(mode: str) -> None:
