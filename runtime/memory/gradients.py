@@ -487,7 +487,8 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
             view.__dict__["mfsdp_total"] = (total, visible._version)
         if index in bucket.provisional:
             mark_provisional(view)
-        _attach(bucket, param, view)
+        with compat.DisableTorchFunctionSubclass():
+            setattr(param, attribute, view)
         bucket.clean.discard(index)
         if index in used and vars(param).get(ACCUMULATE_HOOKS):
             _run_accumulate_hooks(param)
