@@ -356,6 +356,8 @@ class Coordinator:
         """
         if self.failure is None:
             self.failure = type(error).__name__
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a process group was destroyed
+                self.note("what followed a failure")  # what a compiled graph has not started, it does not start
             report_failure(self.members.agreeing, error, is_certain=is_certain)
 
     @contextlib.contextmanager
