@@ -18,7 +18,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    SkipFrame,
+    TorchDynamoException,
+    Unsupported,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -55,6 +62,7 @@ __all__ = [
     "graph_break_reasons",
     "guard_on_hooks",
     "hooks_of_all_modules",
+    "is_caught_by_dynamo",
     "is_dynamo_disabled",
     "is_fake",
     "is_multiple",
@@ -495,6 +503,12 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         check(given.get("options"), given.get("mode"))
     except Exception as error:
         raise BackendCompilerFailed(backend, error, None).with_traceback(error.__traceback__) from None  # type: ignore[arg-type]
+
+
+def is_caught_by_dynamo(error: BaseException) -> bool:
+    """Whether Dynamo catches an error of a backend: it traces the frame again, or runs it without the backend."""
+    flow = (RestartAnalysis, SkipFrame, Unsupported, *exceptions_allowed_to_be_fallback)
+    return isinstance(error, flow) or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))
 
 
 def _compiles(frame: FrameType) -> bool:

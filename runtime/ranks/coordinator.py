@@ -311,6 +311,7 @@ class Coordinator:
             is_due: Whether deferred reductions run.
         """
         phase, digest, schedule, buckets, ranks, options, unused = graph
+        digest = digests.digest([digest, *buckets])[:16]  # schedules number buckets: two may differ in these alone
         self._begun[phase, digest] = schedule, buckets
         # Entries of the journal must not keep the model alive.
         started = functools.partial(_launches, schedule, buckets, ranks, is_due)

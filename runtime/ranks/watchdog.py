@@ -317,6 +317,9 @@ class Watchdog:
         self._pause = min(self._pause * 1.5, max(LONGEST, dist.get_world_size() / LOOKS))
         mine = _in_program(asked, live)
         self._look_at_asks(live, mine)
+        for order in set(orders().values()) - live.keys():  # other ranks may not have deleted its models yet
+            if order.group in compat.known_groups():
+                self._tell_rest(self._connection(), order)
         for order, models in live.items():
             if order.stalled is None:
                 self._look_at(order, models, mine)
