@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,7 +33,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .frames import frames
+from .frames import compiling
 from .version import MODULE_FILE
 
 __all__ = [
@@ -493,7 +492,7 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         BackendCompilerFailed: ``check`` has raised, as if the backend had.
     """
     # No other frame is looked into: before Python 3.13, f_locals of a running function keeps its variables alive.
-    frame = next((frame for frame in frames() if _compiles(frame)), None)
+    frame = next(compiling(), None)
     found = frame.f_locals["compiler_fn"] if frame is not None else None
     compiler = getattr(found, "_torchdynamo_orig_backend", None)
     if getattr(compiler, "compiler_fn", None) is not backend:
@@ -509,7 +508,3 @@ def is_caught_by_dynamo(error: BaseException) -> bool:
     """Whether Dynamo catches an error of a backend: it traces the frame again, or runs it without the backend."""
     flow = (RestartAnalysis, SkipFrame, Unsupported, *exceptions_allowed_to_be_fallback)
     return isinstance(error, flow) or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))
-
-
-def _compiles(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_compile" and frame.f_globals["__name__"] == "torch._dynamo.convert_frame"
