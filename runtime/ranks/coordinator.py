@@ -242,9 +242,9 @@ class Coordinator:
                 said += f" with requires_grad={is_trained} set after sharding for parameter {names[0]!r}{more}"
         return said
 
-    def enter_step(self, optimizer: str) -> None:
+    def enter_step(self, optimizer: str, details: Details = no_details) -> None:
         """Handle the beginning of an optimizer's step."""
-        self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
+        self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order, details)
 
     def enter_replay(self, step: str) -> None:
         """Handle the replay of a captured step: one phase, whatever the step does, because it runs as a whole."""

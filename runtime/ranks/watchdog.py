@@ -410,25 +410,23 @@ class Watchdog:
     ) -> bool:
         """Whether this rank waits for something of the models that a rank that has failed has not begun.
 
-        Collectives of the program itself do not count, in groups of the models either. A program that handles the
-        error may go on with them on all ranks, and one rank may then be late. A rank that is gone starts none at all.
+        Collectives of the program itself do not count. A program that handles the error may go on with them on all
+        ranks, and one of them may then be late, for an agreement as well. A rank that is gone comes to nothing.
 
         Args:
             failed: What that rank has told.
             mine: The agreement that this rank waits in, if it does.
         """
         counts = _counts_for(models, failed)
-        has_begun_more = journal.has_started_beyond(counts, {model.name for model in models})
+        of_models = journal.has_started_beyond(counts, {model.name for model in models})
         if mine is not None and failed["rank"] in mine.ranks:
             # An agreement of other models is for what was told of those: these may stay usable.
             if failed["is over"] and mine.order in (None, order) and self._waits.is_waiting(store, mine):
                 return True
-            begun = order.events + (mine.is_next and mine.order is order)
-        elif is_in_package(sys._current_frames().get(order.thread)):
-            begun = order.events
-        else:
-            return has_begun_more
-        return begun > failed["number"] or has_begun_more or (failed["is over"] and _has_started_beyond(counts))
+            return of_models or order.events + (mine.is_next and mine.order is order) > failed["number"]
+        if is_in_package(sys._current_frames().get(order.thread)):
+            return order.events > failed["number"] or _has_started_beyond(counts)
+        return of_models
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""

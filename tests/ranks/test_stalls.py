@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,15 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from test_order import Branches
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.passes.context import Context
 from mfsdp_compile.runtime.ranks import watchdog
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 SECONDS = 30.0
 """Time within which every rank must have its error. It takes about three seconds."""
@@ -348,6 +353,44 @@ def test_a_program_that_handles_a_failure() -> None:
         if dist.get_rank() == 1:
             time.sleep(1.5)
         training.step()
+
+
+@on_ranks(2, timeout=60)
+def test_a_restart_of_dynamos_is_no_failure() -> None:
+    """Others wait for a rank whose compilation Dynamo begins again, which a pass has asked for."""
+    restarts: list[Phase] = []
+
+    def restart(graph: fx.Graph, context: Context, phase: Phase) -> None:
+        if dist.get_rank() == 1 and not restarts:
+            restarts.append(phase)
+            raise TensorifyScalarRestartAnalysis(restart_reason="once")
+        if dist.get_rank() == 1:
+            time.sleep(1)
+
+    training = Training()
+    training.call = torch.compile(training.model, backend="mfsdp", options={"inner": AOT_EAGER, "passes": [restart]})
+    with looking_often():
+        training.step(2)
+    assert len(restarts) == dist.get_rank()
+    assert len(training.model.sharded.compiled_graphs) == 1
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_rests_without_its_model() -> None:
+    """It waits in a collective of the program after its model was deleted, and another one takes a step more."""
+    training = Training()
+    training.step(3)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        group = training.mesh.get_group()
+        del training
+        gc.collect()
+        with pytest.raises(RuntimeError):
+            dist.barrier(group)
+    else:
+        with pytest.raises(RuntimeError, match="Rank 1 waits after 3 optimizer steps in a collective of the program"):
+            training.step()
+    assert time.monotonic() < begun + SECONDS
 
 
 @on_ranks(2, timeout=60)
