@@ -19,8 +19,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import (
     BackendCompilerFailed,
-    RestartAnalysis,
-    SkipFrame,
     TorchDynamoException,
     Unsupported,
     exceptions_allowed_to_be_fallback,
@@ -506,5 +504,7 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
 
 def is_caught_by_dynamo(error: BaseException) -> bool:
     """Whether Dynamo catches an error of a backend: it traces the frame again, or runs it without the backend."""
-    flow = (RestartAnalysis, SkipFrame, Unsupported, *exceptions_allowed_to_be_fallback)
-    return isinstance(error, flow) or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))
+    if isinstance(error, BackendCompilerFailed):
+        return bool(torch._dynamo.config.suppress_errors)
+    caught = isinstance(error, (TorchDynamoException, *exceptions_allowed_to_be_fallback))
+    return caught or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))
