@@ -45,7 +45,11 @@ class StepTracker:
         self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
         ahead, self._ahead = self._ahead, None
         self.check()
-        self._coordinator.enter_step(type(optimizer).__name__, lambda: [*_settings(optimizer), *self._without_gradient])
+        # What a backward has stepped over has no gradient any more, and that may differ between ranks.
+        self._coordinator.enter_step(
+            type(optimizer).__name__,
+            lambda: [*_settings(optimizer), *(self._without_gradient if ahead is None else ())],
+        )
         self._running = optimizer
         self._version = self._weights_version if ahead is None else ahead
 
