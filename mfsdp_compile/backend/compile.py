@@ -110,8 +110,8 @@ def mfsdp(
                 if len(budgets) == 1 or error.is_outgrown or not record.regions:
                     raise
                 budgets = budgets[1:]
-            for owner in owners:
-                owner.compiled_graphs.remove(record)
+    for owner in owners:
+        owner.compiled_graphs.append(record)
 
     def run_served(*args: Any) -> Any:
         handles = call.handles(args)
@@ -192,11 +192,14 @@ def _described(buckets: Sequence[Bucket], served: bool) -> str:
 
 @contextlib.contextmanager
 def _reporting_errors(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank."""
+    """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank.
+
+    What Dynamo catches is no failure: it traces the frame again, or runs it in another way.
+    """
     try:
         yield
     except BaseException as error:
-        for owner in models_of(buckets):
+        for owner in models_of(buckets) if not compat.is_caught_by_dynamo(error) else ():
             if not owner.eager.is_in_window and not compat.in_backward():  # otherwise the error may still be caught
                 owner.failed(error)
         raise
@@ -262,7 +265,6 @@ def prepare(
     pipeline.rewrite_dynamo_graph(gm, record, move if least else None, fp8)
     for owner in owners:
         owner.check_complete()
-        owner.compiled_graphs.append(record)
     fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
     if served:
         with fake_mode:

@@ -302,7 +302,7 @@ def _outgrown(known: Settled, timeline: Timeline, budget: int, meeting: Meeting)
         f"{known.batch}: with {meeting.batch}, rank {meeting.rank} has {excess(timeline, budget)}. What would help: a "
         "first step with the longest batch on every rank, since that is when they agree; a larger memory_budget, or "
         "more of it in reserve (budget_reserve); a schedule file for all ranks. After model.reset() on every rank "
-        "they agree again, so that this step can be repeated."
+        "(which FSDP2's face lacks: start the job again) they agree again, so that this step can be repeated."
     )
 
 

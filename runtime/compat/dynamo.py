@@ -12,13 +12,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    Unsupported,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -27,7 +31,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .frames import frames
+from .frames import compiling
 from .version import MODULE_FILE
 
 __all__ = [
@@ -55,6 +59,7 @@ __all__ = [
     "graph_break_reasons",
     "guard_on_hooks",
     "hooks_of_all_modules",
+    "is_caught_by_dynamo",
     "is_dynamo_disabled",
     "is_fake",
     "is_multiple",
@@ -485,7 +490,7 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         BackendCompilerFailed: ``check`` has raised, as if the backend had.
     """
     # No other frame is looked into: before Python 3.13, f_locals of a running function keeps its variables alive.
-    frame = next((frame for frame in frames() if _compiles(frame)), None)
+    frame = next(compiling(), None)
     found = frame.f_locals["compiler_fn"] if frame is not None else None
     compiler = getattr(found, "_torchdynamo_orig_backend", None)
     if getattr(compiler, "compiler_fn", None) is not backend:
@@ -497,5 +502,9 @@ def check_before_tracing(backend: Callable[..., Any], check: Callable[[Any, Any]
         raise BackendCompilerFailed(backend, error, None).with_traceback(error.__traceback__) from None  # type: ignore[arg-type]
 
 
-def _compiles(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_compile" and frame.f_globals["__name__"] == "torch._dynamo.convert_frame"
+def is_caught_by_dynamo(error: BaseException) -> bool:
+    """Whether Dynamo catches an error of a backend: it traces the frame again, or runs it without the backend."""
+    if isinstance(error, BackendCompilerFailed):
+        return bool(torch._dynamo.config.suppress_errors)
+    caught = isinstance(error, (TorchDynamoException, *exceptions_allowed_to_be_fallback))
+    return caught or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))

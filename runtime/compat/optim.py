@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,13 @@ __all__ = [
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this thread is inside a method of ``optimizer``."""
-    return any(frame.f_locals.get("self") is optimizer for frame in frames())
+    """Whether this thread is inside a method of ``optimizer``, as its class has it."""
+    # Other frames are not looked into: before Python 3.13, f_locals of a running function keeps its variables alive.
+    methods = (
+        inspect.unwrap(each) for kind in type(optimizer).__mro__ for each in vars(kind).values() if callable(each)
+    )
+    codes = {getattr(method, "__code__", None) for method in methods}
+    return any(frame.f_code in codes and frame.f_locals.get("self") is optimizer for frame in frames())
 
 
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:

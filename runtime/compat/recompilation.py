@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .frames import frames
+from .frames import compiling
 from .pytree import tree_leaves
 
 __all__ = ["LimitReached", "compile_beyond_limit"]
@@ -98,5 +98,4 @@ def _after_compilation(_: Any) -> None:
 
 def _compilation() -> dict[str, Any] | None:
     """Return the local variables of the function of Dynamo that is compiling a frame in this thread, if any."""
-    compiling = (frame.f_locals for frame in frames() if frame.f_code.co_name == "_compile")
-    return next((variables for variables in compiling if "cache_size" in variables), None)
+    return next((found for frame in compiling() if "cache_size" in (found := frame.f_locals)), None)

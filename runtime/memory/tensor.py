@@ -529,8 +529,8 @@ def refuse_unreduced(name: str) -> NoReturn:
     raise RuntimeError(
         f"The gradient of {name!r} is not reduced yet: the last microbatch of this step was not "
         "marked. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
-        "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in "
-        "step()."
+        "model.finish_grad_sync() before gradients are read; of FSDP2's face: model.set_requires_gradient_sync(True) "
+        "before the last microbatch. An optimizer from fully_shard_optimizer does so in step()."
     )
 
 

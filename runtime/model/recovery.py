@@ -22,7 +22,7 @@ from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..program_lines import warn
 from ..ranks.agreement import has_others
-from ..ranks.collective_order import LOST, RESET
+from ..ranks.collective_order import LOST, RESET, RESET_METHOD
 from ..ranks.coordinator import Coordinator
 from ..ranks.watchdog import watchdog
 from ..step.grad_sync import GradSync
@@ -139,7 +139,7 @@ def _agree_on_closed_groups(model: Recoverable) -> list[tuple[str, list[int]]]:
         closed.update(map(compat.process_group, coordinator.communicators))
     renewed = {group for group in map(compat.process_group, coordinator.communicators) if compat.is_own(group)}
     mine = [(group.group_name, dist.get_process_group_ranks(group)) for group in closed - renewed]
-    found = coordinator.conclude("model.reset()", [], mine, _union, patience=4, is_last_resort=True)
+    found = coordinator.conclude(RESET_METHOD, [], mine, _union, patience=4, is_last_resort=True)
     return [(name, ranks) for name, ranks in found if compat.known_groups().get(name) == ranks]
 
 
@@ -156,7 +156,7 @@ def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> 
     if compat.is_own(group):
         return  # of another model: its own reset replaces it
     warn(
-        f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and model.reset() "
+        f"Process group {name!r} of ranks {list(ranks)[:8]} was closed to end the wait of a rank, and {RESET_METHOD} "
         "cannot connect it again: it has other ranks than the model, another backend than gloo, or was closed too "
         "often. Replace it where the program uses it (torch.distributed.new_group).",
         RuntimeWarning,

@@ -45,7 +45,11 @@ class StepTracker:
         self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
         ahead, self._ahead = self._ahead, None
         self.check()
-        self._coordinator.enter_step(type(optimizer).__name__)
+        # What a backward has stepped over has no gradient any more, and that may differ between ranks.
+        self._coordinator.enter_step(
+            type(optimizer).__name__,
+            lambda: [*_settings(optimizer), *(self._without_gradient if ahead is None else ())],
+        )
         self._running = optimizer
         self._version = self._weights_version if ahead is None else ahead
 
@@ -68,6 +72,21 @@ class StepTracker:
             for param, gradient, split in zip(bucket.params, bucket.gradients, bucket.splits, strict=True):
                 if id(param) in params and gradient is not None:
                     refuse_unreduced(split.name)
+
+    @property
+    def _without_gradient(self) -> list[str]:
+        """Lines about trainable parameters that the step leaves alone, except experts, which each rank has of its own.
+
+        Ranks compare them where they agree on the step, as they do on the first.
+        """
+        everyones = self._coordinator.members.topology
+        return [
+            f"no gradient of {split.name!r}"
+            for bucket in self._buckets
+            if bucket.plan.requires_grad and bucket.topology is everyones
+            for gradient, split in zip(bucket.gradients, bucket.splits, strict=True)
+            if gradient is None
+        ]
 
     def end(self) -> None:
         """Mark the step that began last as complete."""
@@ -147,3 +166,13 @@ class StepTracker:
     @property
     def _weights_version(self) -> int:
         return sum(bucket.flat._version for bucket in self._buckets)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return lines about the numbers, words and pairs of numbers in an optimizer's groups."""
+    return [
+        f"{name} of group {number} is {value!r}"
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in sorted(group.items())
+        if isinstance(value, (bool, int, float, str, tuple))
+    ]

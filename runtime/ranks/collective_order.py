@@ -42,7 +42,12 @@ from .. import compat
 from . import compared
 from .lifeline import RankLost
 
-RESET = "model.reset() on every rank (of FSDP2's face: model.reset_iter_state())"
+_OF_FACE = "(of FSDP2's face: model.reset_iter_state())"
+
+RESET_METHOD = f"model.reset() {_OF_FACE}"
+"""The method that starts over."""
+
+RESET = f"model.reset() on every rank {_OF_FACE}"
 """How to continue after ranks have diverged."""
 
 _RULE = (

@@ -242,9 +242,9 @@ class Coordinator:
                 said += f" with requires_grad={is_trained} set after sharding for parameter {names[0]!r}{more}"
         return said
 
-    def enter_step(self, optimizer: str) -> None:
+    def enter_step(self, optimizer: str, details: Details = no_details) -> None:
         """Handle the beginning of an optimizer's step."""
-        self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
+        self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order, details)
 
     def enter_replay(self, step: str) -> None:
         """Handle the replay of a captured step: one phase, whatever the step does, because it runs as a whole."""
@@ -311,6 +311,7 @@ class Coordinator:
             is_due: Whether deferred reductions run.
         """
         phase, digest, schedule, buckets, ranks, options, unused = graph
+        digest = digests.digest([digest, *buckets])[:16]  # schedules number buckets: two may differ in these alone
         self._begun[phase, digest] = schedule, buckets
         # Entries of the journal must not keep the model alive.
         started = functools.partial(_launches, schedule, buckets, ranks, is_due)
@@ -356,6 +357,8 @@ class Coordinator:
         """
         if self.failure is None:
             self.failure = type(error).__name__
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a process group was destroyed
+                self.note("what followed a failure")  # what a compiled graph has not started, it does not start
             report_failure(self.members.agreeing, error, is_certain=is_certain)
 
     @contextlib.contextmanager

@@ -156,7 +156,7 @@ class Watchdog:
         """Publish for all models that this rank starts nothing more, and wait for what failed steps have started."""
         cause = f" with {type(error).__name__}: {error}"[:1000] if error is not None else ""
         with contextlib.suppress(RuntimeError):  # the store's process has already ended
-            for order in self._live():
+            for order in set(orders().values()):  # others may still have models that this rank has deleted
                 notices.tell_end(compat.default_store(), order, f"{how}{cause}", is_over=True)
         if left := Outstanding.of_all():
             for order, models in self._live().items():
@@ -317,6 +317,9 @@ class Watchdog:
         self._pause = min(self._pause * 1.5, max(LONGEST, dist.get_world_size() / LOOKS))
         mine = _in_program(asked, live)
         self._look_at_asks(live, mine)
+        for order in set(orders().values()) - live.keys():  # other ranks may not have deleted its models yet
+            if order.group in compat.known_groups():
+                self._tell_rest(self._connection(), order)
         for order, models in live.items():
             if order.stalled is None:
                 self._look_at(order, models, mine)
@@ -408,22 +411,22 @@ class Watchdog:
         """Whether this rank waits for something of the models that a rank that has failed has not begun.
 
         Collectives of the program itself do not count. A program that handles the error may go on with them on all
-        ranks.
+        ranks, and one of them may then be late, for an agreement as well. A rank that is gone comes to nothing.
 
         Args:
             failed: What that rank has told.
             mine: The agreement that this rank waits in, if it does.
         """
         counts = _counts_for(models, failed)
+        of_models = journal.has_started_beyond(counts, {model.name for model in models})
         if mine is not None and failed["rank"] in mine.ranks:
-            if failed["is over"] and self._waits.is_waiting(store, mine):
+            # An agreement of other models is for what was told of those: these may stay usable.
+            if failed["is over"] and mine.order in (None, order) and self._waits.is_waiting(store, mine):
                 return True
-            begun = order.events + (mine.is_next and mine.order is order)
-        elif is_in_package(sys._current_frames().get(order.thread)):
-            begun = order.events
-        else:
-            return journal.has_started_beyond(counts, {model.name for model in models})
-        return begun > failed["number"] or _has_started_beyond(counts)
+            return of_models or order.events + (mine.is_next and mine.order is order) > failed["number"]
+        if is_in_package(sys._current_frames().get(order.thread)):
+            return order.events > failed["number"] or _has_started_beyond(counts)
+        return of_models
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""

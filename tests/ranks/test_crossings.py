@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 import zoo
 from pool import on_ranks
-from test_stalls import Training, mesh
+from test_stalls import Training, looking_often, mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, save_pretrained
 from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.ranks.watchdog import watchdog
 
 SECONDS = 20.0
 """Time within which every rank must have its error. It takes about two seconds on a machine that does nothing else."""
@@ -116,7 +118,8 @@ def test_a_model_with_more_steps_is_not_meant() -> None:
         step()
     training, folder = Training(), shared()
     training.step(4)  # another step asks for nothing: its first gather waits
-    time.sleep(1.5)  # so that the watchdog has seen which model moves
+    with looking_often():
+        time.sleep(0.6)  # so that the watchdog has seen which model moves
     training.step()
     save = lambda: Checkpoints(folder).save(1, training.model)  # noqa: E731
     cross(training, save, training.step, "Saving a checkpoint", "Branches")
@@ -176,32 +179,45 @@ def test_ranks_that_are_slow_do_not_cross() -> None:
     training, folder = Training(), shared()
     training.step(2)
     checkpoints = Checkpoints(folder)
-    for slow in range(2):
-        for run in (lambda: checkpoints.save(1, training.model), training.evaluate):
-            if dist.get_rank() == slow:
-                time.sleep(2)
-            run()
+    with looking_often():
+        for slow in range(2):
+            for run in (lambda: checkpoints.save(1, training.model), training.evaluate):
+                if dist.get_rank() == slow:
+                    time.sleep(0.8)
+                run()
     training.step()
+
+
+def release(key: str) -> None:
+    compat.default_store().set(key, "")
+
+
+def released(key: str) -> None:
+    compat.default_store().wait([key], timedelta(seconds=60))
 
 
 @on_ranks(2, timeout=120)
 def test_a_rank_that_is_gone_does_not_come() -> None:
-    """A rank that has left its process group is not waited for in an agreement, though its process lives."""
+    """A rank that has left its process group is not waited for in an agreement, though its process lives.
+
+    Connections of a group that this agreement is not about stay open.
+    """
+    other: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])  # over the default group
     ranks = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=30)), "cpu", mesh_dim_names=("dp",))
     model: Any = fully_shard_model(parity.build(zoo.Plain), ranks, fsdp_unit_modules=[zoo.Block])
-    model(torch.ones(2, 8)).sum().backward()
-    from mfsdp_compile.runtime.ranks.watchdog import watchdog
-
+    for each in (other, model):
+        each(torch.ones(2, 8)).sum().backward()
     folder = shared()
     dist.barrier()
     if dist.get_rank() == 1:
         watchdog._end_models("had destroyed its process group", None)
-        time.sleep(6)
+        released(folder)
     else:
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="Rank 1 had destroyed its process group"):
             Checkpoints(folder).save(1, model)
         assert time.monotonic() < begun + SECONDS
+        release(folder)
     dist.barrier()
 
 
@@ -214,16 +230,24 @@ def test_a_deadlocked_thread_is_named() -> None:
     for _ in range(3):
         model(x).sum().backward()
         model.zero_grad()
-    for run in (lambda: model(x).sum().backward(), lambda: Checkpoints(folder).save(1, model)):
+
+    def end_deadlock(key: str) -> None:
+        released(key)
+        with lock:
+            lock.notify()
+
+    for number, run in enumerate((lambda: model(x).sum().backward(), lambda: Checkpoints(folder).save(1, model))):
         dist.barrier()
         if dist.get_rank() == 1:
             with lock:
-                lock.wait(9)  # the deadlock
+                threading.Thread(target=end_deadlock, args=(f"{folder}/{number}",)).start()
+                lock.wait(60)  # the deadlock
         else:
             with pytest.raises(RuntimeError) as found:
                 run()
+            release(f"{folder}/{number}")
             assert "ank 1 runs, and has been at" in str(found.value), found.value
-            assert "lock.wait(9)  # the deadlock" in str(found.value), found.value
+            assert "lock.wait(60)  # the deadlock" in str(found.value), found.value
         dist.barrier()
         model.reset()
 

@@ -214,6 +214,36 @@ def test_frozen_on_one_rank(mode: str) -> None:
         call(x).backward()
 
 
+@on_ranks(2, timeout=60)
+def test_an_optimizer_that_differs_on_one_rank() -> None:
+    """Settings of its groups, and gradients that are None, are compared before the first step changes anything."""
+    for differs, optimize in (("lr of group 0 is", fully_shard_optimizer), ("no gradient of 'head.bias'", lambda o: o)):
+        model, call = make()
+        is_other = dist.get_rank() == 1
+        rate = 0.2 if is_other and differs.startswith("lr") else 0.1
+        optimizer = optimize(torch.optim.SGD(model.parameters(), rate))
+        call(torch.ones(2, 8)).backward()
+        if is_other and differs.startswith("no"):
+            model.module.head.bias.grad = None
+        before = values(model)
+        with raises_everywhere(RuntimeError, differs):
+            optimizer.step()
+        assert all(map(torch.equal, before, values(model)))
+
+
+@on_ranks(2, timeout=60)
+def test_graphs_that_differ_only_in_whose_buckets_they_gather() -> None:
+    """All ranks know both graphs; then each runs another one."""
+    model, _ = make()
+    call: Any = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER}, dynamic=False)
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        for without in ((0, 1), (2, 3), (0, 1), (2, 3)):
+            call(x, without)
+        with raises_everywhere(RuntimeError, "inference graph"):
+            call(x, (0, 1) if dist.get_rank() else (2, 3))
+
+
 @pytest.mark.long
 @on_ranks(2, timeout=60)
 def test_a_graph_break_that_depends_on_data() -> None:

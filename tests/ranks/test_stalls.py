@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +18,15 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from test_order import Branches
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.passes.context import Context
+from mfsdp_compile.runtime.ranks import watchdog
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 SECONDS = 30.0
 """Time within which every rank must have its error. It takes about three seconds."""
@@ -28,6 +35,17 @@ SECONDS = 30.0
 def mesh() -> DeviceMesh:
     """Return a mesh of all ranks, with a timeout that no test can wait for."""
     return DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=30)), "cpu", mesh_dim_names=("dp",))
+
+
+@contextlib.contextmanager
+def looking_often() -> Iterator[None]:
+    """Context in which the watchdog looks twenty times a second, so that a test which expects nothing is short."""
+    before = watchdog.TICK, watchdog.LONGEST
+    watchdog.TICK, watchdog.LONGEST = 0.05, 0.1
+    try:
+        yield
+    finally:
+        watchdog.TICK, watchdog.LONGEST = before
 
 
 class Training:
@@ -303,28 +321,76 @@ def test_one_rank_fails() -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_a_program_that_handles_the_failure_of_one_rank() -> None:
-    """Its own collectives over the model's process group are not mistaken for waits for the rank that has failed."""
+def test_a_program_that_handles_a_failure() -> None:
+    """Its own collectives over the model's process group are not mistaken for waits for the rank that has failed.
+
+    Nor are its agreements with a rank that failed alike, and is late.
+    """
     training = Training()
     training.step(2)
     group = training.mesh.get_group()
 
-    def fail(*_: Any) -> None:
-        if dist.get_rank() == 1:
-            raise ValueError("after the last gather")
+    def fail(ranks: set[int]) -> None:
+        def hook(*_: Any) -> None:
+            if dist.get_rank() in ranks:
+                raise ValueError("after the last gather")
 
-    handle = training.model.module.head.register_forward_hook(fail)
-    try:
-        training.evaluate()
-    except ValueError:
-        assert dist.get_rank() == 1
-    handle.remove()
-    begun = time.monotonic()
-    while time.monotonic() < begun + 4:  # it took two seconds to close the group
+        handle = training.model.module.head.register_forward_hook(hook)
+        with pytest.raises(ValueError, match="last gather") if dist.get_rank() in ranks else contextlib.nullcontext():
+            training.evaluate()
+        handle.remove()
+
+    with looking_often():
+        fail({1})
+        begun = time.monotonic()
+        while time.monotonic() < begun + 2:  # it took less to close the group
+            works(group)
+            time.sleep(0.1)
+        training.model.reset()
+        training.step()
+        fail({0, 1})
         works(group)
-        time.sleep(0.1)
-    training.model.reset()
-    training.step()
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        training.step()
+
+
+@on_ranks(2, timeout=60)
+def test_a_restart_of_dynamos_is_no_failure() -> None:
+    """Others wait for a rank whose compilation Dynamo begins again, which a pass has asked for."""
+    restarts: list[Phase] = []
+
+    def restart(graph: fx.Graph, context: Context, phase: Phase) -> None:
+        if dist.get_rank() == 1 and not restarts:
+            restarts.append(phase)
+            raise TensorifyScalarRestartAnalysis(restart_reason="once")
+        if dist.get_rank() == 1:
+            time.sleep(1)
+
+    training = Training()
+    training.call = torch.compile(training.model, backend="mfsdp", options={"inner": AOT_EAGER, "passes": [restart]})
+    with looking_often():
+        training.step(2)
+    assert len(restarts) == dist.get_rank()
+    assert len(training.model.sharded.compiled_graphs) == 1
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_rests_without_its_model() -> None:
+    """It waits in a collective of the program after its model was deleted, and another one takes a step more."""
+    training = Training()
+    training.step(3)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        group = training.mesh.get_group()
+        del training
+        gc.collect()
+        with pytest.raises(RuntimeError):
+            dist.barrier(group)
+    else:
+        with pytest.raises(RuntimeError, match="Rank 1 waits after 3 optimizer steps in a collective of the program"):
+            training.step()
+    assert time.monotonic() < begun + SECONDS
 
 
 @on_ranks(2, timeout=60)
