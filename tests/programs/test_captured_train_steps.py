@@ -129,13 +129,19 @@ def test_strategies(strategy: str) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @on_ranks(2, timeout=200)
 def test_kernels(max_norm: float | None) -> None:
-    """A kernel that computes its numbers on the device is captured, with the learning rate of each replay."""
+    """A kernel that computes its numbers on the device is captured."""
     with recordable_kernels():
         mine = compare(EAGER, adamw, max_norm=max_norm, compile_optimizer=True)
         assert mine.step.explain().endswith("the optimizer's step is compiled, as 1 kernel")
         kernels = [recorded.func for recorded in mine.recorder.recordings[-1].operators if _is_kernel(recorded.func)]
         assert len(kernels) == len(mine.model.sharded.buckets)
-        with capturable():
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=200)
+def test_kernels_follow_a_schedule() -> None:
+    with recordable_kernels(), capturable():
+        for max_norm in (None, 0.05):
             follow_a_schedule(compile_optimizer=True, max_norm=max_norm)
 
 

@@ -270,7 +270,7 @@ dist.barrier() if way != "ends" else None
 
 
 @pytest.mark.processes
-@pytest.mark.long_if("ends")
+@pytest.mark.long_unless("barrier")
 @pytest.mark.parametrize("way", ["barrier", "ends", "compiled"])
 def test_what_ranks_print_when_batches_run_out(way: str, tmp_path: Path) -> None:
     """Our message comes first, gloo's text at its end; torch does not warn of collectives that nobody waited for."""
