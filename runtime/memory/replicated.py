@@ -220,6 +220,7 @@ class RowView(ReplicatedTensor):
         with torch.inference_mode(base.is_inference()):  # a view of an ordinary tensor is one, too
             view: RowView = RowView._make(nothing, base.device_mesh, like, averaging, base.row_split.name)
         view.base, view.steps = base, steps
+        base.backing.aliases.add_view(view)
         return view
 
     def of(self, whole: Tensor) -> Tensor:

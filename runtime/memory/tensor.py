@@ -27,9 +27,10 @@ from .. import compat
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
+from .aliases import Aliases, follow, keep_values
 from .averaging import Averaging
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, take_rows
+from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, same_ranks, take_rows
 
 
 class Backing(tuple[Tensor, ...]):
@@ -45,6 +46,14 @@ class Backing(tuple[Tensor, ...]):
         What is overwritten need not be compared.
         """
         return {}
+
+    @functools.cached_property
+    def aliases(self) -> Aliases:
+        """What refers to the rows."""
+        return Aliases()
+
+    watch: Callable[[], None] | None = None
+    """Of a shard: called before an ordinary tensor refers to it, because writes to that may leave no trace."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
@@ -151,8 +160,10 @@ class RowShardedTensor(Dispatched):
             wrapped = RowShardedTensor.wrap(
                 local, split, self.topology, backing=self.backing if is_view else (), spec=spec
             )
-        if is_view and _PROVISIONAL in vars(self):
-            wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
+        if is_view:
+            self.backing.aliases.add(wrapped)
+            if _PROVISIONAL in vars(self):
+                wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
         return wrapped
 
     @property
@@ -264,7 +275,11 @@ class RowShardedTensor(Dispatched):
 
     @property
     def data(self) -> RowShardedTensor:  # type: ignore[override]
-        """The same rows, detached. Assignment copies the values, because the memory belongs to a bucket."""
+        """The same rows, detached.
+
+        Assignment to that of a parameter copies the values, because the memory belongs to a bucket. As in torch, what
+        refers to the rows keeps the former values, and ``values`` refer to the rows if they are sharded like these.
+        """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -276,17 +291,48 @@ class RowShardedTensor(Dispatched):
                 "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
-            self.detach().copy_(values)
+            if isinstance(values, RowShardedTensor) and values.backing is self.backing:
+                if values._local_tensor.is_set_to(self._local_tensor):
+                    return  # p.data -= update
+            if not self._is_parameter and (isinstance(self, nn.Parameter) or _ORIGIN in vars(self)):
+                own = RowShardedTensor.wrap(torch.empty_like(self._local_tensor), self.row_split, self.topology)
+                own.copy_(values)
+                self._local_tensor, self.backing = own._local_tensor, own.backing
+            else:
+                keep_values(self, Backing())
+                self.detach().copy_(values)
+            if self._has_rows_of(values):
+                follow(values, self)
+
+    def _has_rows_of(self, other: Tensor) -> bool:
+        """Whether ``other`` has the same rows, in memory of its own."""
+        return (
+            isinstance(other, RowShardedTensor)
+            and not (other.backing or other._is_parameter)
+            and other.row_split.has_rows_of(self.row_split)
+            and same_ranks(other.topology, self.topology)
+            and other._local_tensor.stride() == self._local_tensor.stride()
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's rows. Gradients of results computed from them are gradients of these rows only."""
+        rows = self.rows()
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            rows = rows.view_as(rows)
+        else:
+            rows = _ToLocal.apply(self)
+        if self.backing.watch is not None and type(rows) is Tensor:
+            self.backing.watch()
+            self.backing.aliases.lend(rows, self.row_split.name)
+        return rows
+
+    def rows(self) -> Tensor:
+        """Return this rank's rows for a use that ends at once."""
         for resident in self.backing[1:]:
             compat.wait_tensor(resident)  # the caller may write to the rows
         for flat in self.backing[:1]:
             host.settle_pinned(flat)
-        if not (self.requires_grad and torch.is_grad_enabled()):
-            return self._local_tensor.view_as(self._local_tensor)
-        return _ToLocal.apply(self)
+        return self._local_tensor
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
