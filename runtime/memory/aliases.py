@@ -4,9 +4,10 @@
 backups of weights depend on it. The memory of a shard belongs to its bucket, so that ``values`` are copied into it.
 Before that, :func:`keep_values` gives what refers to it a copy of the former values.
 
-What :meth:`.RowShardedTensor.to_local` returns is an ordinary tensor. It has a storage of its own in the same memory, so
-that the references to this storage tell whether something was derived from it: ``.data``, a view, an array of NumPy's.
-Of these, writes increment no version (see "Version counters" in :mod:`.flat_shard`): :class:`.FlatShard` compares values.
+What :meth:`.RowShardedTensor.to_local` returns is an ordinary tensor. It has a storage of its own in the same memory,
+so that the references to this storage tell whether something was derived from it: ``.data``, a view, an array of
+NumPy's. Writes to these increment no version (see "Version counters" in :mod:`.flat_shard`), so that
+:class:`.FlatShard` compares values.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Aliases:
         self._views[id(view)] = view
 
     def lend(self, rows: Tensor, name: str) -> None:
-        """Note an ordinary tensor of a parameter's rows, which nothing else refers to yet; give it a storage of its own."""
+        """Note an ordinary tensor of a parameter's rows, and give it a storage of its own."""
         place = _place(rows)
         rows.data = compat.apart(rows.detach())
         if len(self._ordinary) >= self._prune_at:
@@ -65,7 +66,7 @@ class Aliases:
         Raises:
             RuntimeError: What refers to them cannot be changed.
         """
-        rows, place = tensor._local_tensor, _place(tensor._local_tensor)
+        place = _place(tensor._local_tensor)
         others = [alias for alias in list(self._sharded.values()) if alias is not tensor]
         sharded = [alias for alias in others if _overlap(_place(alias._local_tensor), place)]
         views = [view for view in list(self._views.values()) if view.base is tensor]

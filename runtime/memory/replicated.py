@@ -230,6 +230,10 @@ class RowView(ReplicatedTensor):
     def unsharded(self) -> Tensor:
         return scaled(self.to_local(), self.base.gradient_factor)
 
+    def storage_offset(self) -> int:
+        """Return the offset in the whole tensor, for ``as_strided``."""
+        return self.of(self.base.outline).storage_offset()
+
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         """The values. A collective."""

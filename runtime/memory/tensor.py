@@ -291,9 +291,9 @@ class RowShardedTensor(Dispatched):
                 "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
-            if isinstance(values, RowShardedTensor) and values.backing is self.backing:
-                if values._local_tensor.is_set_to(self._local_tensor):
-                    return  # p.data -= update
+            is_mine = isinstance(values, RowShardedTensor) and values.backing is self.backing
+            if is_mine and values._local_tensor.is_set_to(self._local_tensor):  # type: ignore[attr-defined]
+                return  # p.data -= update
             if not self._is_parameter and (isinstance(self, nn.Parameter) or _ORIGIN in vars(self)):
                 own = RowShardedTensor.wrap(torch.empty_like(self._local_tensor), self.row_split, self.topology)
                 own.copy_(values)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
-from ..dispatched import Dispatched, run_operators
+from ..dispatched import Dispatched, dispatching, run_operators
 from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
 from .arguments import leaves_of, refuse_write_of_own, tensors_are_own
@@ -57,6 +57,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return _on_whole(func, name, args, kwargs)
         elif torch.is_grad_enabled():
             _check_write(func, leaves_of(writes), leaves_of(args, kwargs))
+    if name == "fill_diagonal_" and not (torch.is_grad_enabled() and args[0].requires_grad):
+        # Torch composes it of a view that begins where the local rows begin in the bucket.
+        with dispatching():
+            return Dispatched.dispatch(torch.ops.aten.fill_diagonal_.default, args, kwargs)
     # Autograd sets attributes of views that were written to while it holds a lock that a new node would need.
     if torch.is_grad_enabled() and name != "__set__":
         args, kwargs = compat.tree_map_only(ReplicatedTensor, lambda t: t.averaged, (args, kwargs))
