@@ -12,7 +12,9 @@ NumPy's. Writes to these increment no version (see "Version counters" in :mod:`.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,11 +90,34 @@ class Aliases:
         return sharded, views, ordinary
 
 
-def keep_values(tensor: Any, backing: Any) -> None:
-    """Before the rows of ``tensor`` are overwritten, move what else refers to them to a copy of them.
+class Backing(tuple[Tensor, ...]):
+    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
 
-    Args:
-        backing: The new :class:`.Backing` of what is moved.
+    Copied rows have their own memory, so that copies of this object are empty.
+    """
+
+    @functools.cached_property
+    def noted(self) -> dict[str, str]:
+        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
+
+        What is overwritten need not be compared.
+        """
+        return {}
+
+    @functools.cached_property
+    def aliases(self) -> Aliases:
+        """What refers to the rows."""
+        return Aliases()
+
+    watch: Callable[[], None] | None = None
+    """Of a shard: called before an ordinary tensor refers to it, because writes to that may leave no trace."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
+        return Backing()
+
+
+def keep_values(tensor: Any) -> None:
+    """Before the rows of ``tensor`` are overwritten, move what else refers to them to a copy of them.
 
     Raises:
         RuntimeError: See :meth:`Aliases.of`. Nothing has changed.
@@ -101,8 +126,9 @@ def keep_values(tensor: Any, backing: Any) -> None:
     if not (sharded or views or ordinary):
         return
     rows, kept, before = tensor._local_tensor, tensor._local_tensor.clone(), tensor.detach()
+    backing = Backing()
     for alias in (before, *sharded):
-        move(alias, rows, kept, backing)
+        _move(alias, rows, kept, backing)
     for view in views:
         view.base = before
     for alias in ordinary:
@@ -113,10 +139,10 @@ def follow(values: Any, tensor: Any) -> None:
     """Let ``values``, and what refers to their memory, refer to that of ``tensor``, which has the same rows."""
     rows = values._local_tensor
     for alias in (values, *values.backing.aliases.of(values)[0]):
-        move(alias, rows, tensor._local_tensor, tensor.backing)
+        _move(alias, rows, tensor._local_tensor, tensor.backing)
 
 
-def move(alias: Any, before: Tensor, now: Tensor, backing: Any) -> None:
+def _move(alias: Any, before: Tensor, now: Tensor, backing: Backing) -> None:
     """Let a sharded tensor that refers to memory of ``before`` refer to the same place in ``now``."""
     alias._local_tensor = _in(now, before, alias._local_tensor)
     alias.backing = backing

@@ -33,6 +33,7 @@ from ..geometry.exchange import When
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..owner import Owned, refuse_dropped
+from .aliases import Backing
 from .comm_buffers import BufferPool
 from .deferred_gradients import DeferredGradient
 from .extension import Extension
@@ -43,7 +44,6 @@ from .tensor import (
     ACCUMULATE_HOOKS,
     NOTED_VALUE,
     TENSOR_HOOKS,
-    Backing,
     RowShardedTensor,
     UnreducedGradient,
     mark_provisional,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,40 +23,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat
+from ..formats.packed import PART_OF
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
-from .aliases import Aliases, follow, keep_values
+from .aliases import Backing, follow, keep_values
 from .averaging import Averaging
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, same_ranks, take_rows
-
-
-class Backing(tuple[Tensor, ...]):
-    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
-
-    Copied rows have their own memory, so that copies of this object are empty.
-    """
-
-    @functools.cached_property
-    def noted(self) -> dict[str, str]:
-        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
-
-        What is overwritten need not be compared.
-        """
-        return {}
-
-    @functools.cached_property
-    def aliases(self) -> Aliases:
-        """What refers to the rows."""
-        return Aliases()
-
-    watch: Callable[[], None] | None = None
-    """Of a shard: called before an ordinary tensor refers to it, because writes to that may leave no trace."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
-        return Backing()
-
 
 _ORIGIN = "mfsdp_origin"
 """Attribute of what was computed from parameters: where a parameter is in its bucket; None if it is in none."""
@@ -268,6 +241,12 @@ class RowShardedTensor(Dispatched):
         return vars(self).get("mfsdp_handle") or vars(self).get(_ORIGIN)
 
     @property
+    def part_of(self) -> str | None:
+        """The class of the packed weight of which these are bytes; see :mod:`..formats.packed`."""
+        bucket = self._home.reference() if self._home is not None else None
+        return vars(bucket.params[self._home.index]).get(PART_OF) if bucket is not None else None
+
+    @property
     def gradient_factor(self) -> float:
         """What the mean of ranks' gradients is multiplied by for a gradient like those of the forward."""
         bucket = self._home.reference() if self._home is not None else None
@@ -299,7 +278,7 @@ class RowShardedTensor(Dispatched):
                 own.copy_(values)
                 self._local_tensor, self.backing = own._local_tensor, own.backing
             else:
-                keep_values(self, Backing())
+                keep_values(self)
                 self.detach().copy_(values)
             if self._has_rows_of(values):
                 follow(values, self)

@@ -23,7 +23,7 @@ from ... import compat
 from ..dispatched import Dispatched, dispatching, run_operators
 from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse_write_of_own, tensors_are_own
+from .arguments import leaves_of, refuse_packed, refuse_write_of_own, tensors_are_own
 from .elementwise import is_list_of_tensors
 from .whole import makes_ordinary
 
@@ -105,6 +105,7 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         ]
         return None if each[0] is None else type(each[0])(one for result in each for one in result)
     tensors = leaves_of(args, kwargs)
+    refuse_packed(name, tensors, {})
     wholes = {id(t): _whole(t, name) for t in tensors if isinstance(t, Dispatched)}
     args, kwargs = compat.tree_map_only(Dispatched, lambda t: wholes[id(t)], (args, kwargs))
     result = func(*args, **kwargs)
