@@ -81,7 +81,7 @@ class Aliases:
             alias = lent.tensor()
             if alias is None or compat.references_to(alias.untyped_storage()) > compat.references_of_one_tensor():
                 raise RuntimeError(
-                    f"{tensor.row_split.name!r}.data is assigned while a tensor or array refers to its rows that was "
+                    f"The .data of {tensor.row_split.name!r} is assigned while a tensor or array refers to its rows that was "
                     "derived from to_local(), such as to_local().numpy(), .data or a view. In torch it would keep the "
                     "former values; here it cannot. Copy it instead (to_local().clone()), delete it before the "
                     "assignment, or write values in place: parameter.data.copy_(values). Nothing was changed."
@@ -133,13 +133,17 @@ def keep_values(tensor: Any) -> None:
         view.base = before
     for alias in ordinary:
         alias.data = _in(kept, rows, alias)
+        backing.aliases.lend(alias, tensor.row_split.name)
 
 
 def follow(values: Any, tensor: Any) -> None:
     """Let ``values``, and what refers to their memory, refer to that of ``tensor``, which has the same rows."""
-    rows = values._local_tensor
-    for alias in (values, *values.backing.aliases.of(values)[0]):
+    rows, (sharded, _, ordinary) = values._local_tensor, values.backing.aliases.of(values)
+    for alias in (values, *sharded):
         _move(alias, rows, tensor._local_tensor, tensor.backing)
+    for alias in ordinary:
+        alias.data = _in(tensor._local_tensor, rows, alias)
+        tensor.backing.aliases.lend(alias, tensor.row_split.name)
 
 
 def _move(alias: Any, before: Tensor, now: Tensor, backing: Backing) -> None:

@@ -270,6 +270,8 @@ class RowShardedTensor(Dispatched):
                 "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
+            if self._has_rows_of(values):
+                values.backing.aliases.of(values)  # type: ignore[attr-defined]  # raises before anything changes
             is_mine = isinstance(values, RowShardedTensor) and values.backing is self.backing
             if is_mine and values._local_tensor.is_set_to(self._local_tensor):  # type: ignore[attr-defined]
                 return  # p.data -= update
