@@ -81,10 +81,10 @@ class Aliases:
             alias = lent.tensor()
             if alias is None or compat.references_to(alias.untyped_storage()) > compat.references_of_one_tensor():
                 raise RuntimeError(
-                    f"The .data of {tensor.row_split.name!r} is assigned while a tensor or array refers to its rows that was "
-                    "derived from to_local(), such as to_local().numpy(), .data or a view. In torch it would keep the "
-                    "former values; here it cannot. Copy it instead (to_local().clone()), delete it before the "
-                    "assignment, or write values in place: parameter.data.copy_(values). Nothing was changed."
+                    f"The .data of {tensor.row_split.name!r} is assigned while a tensor or array refers to its rows "
+                    "that was derived from to_local(), such as to_local().numpy(), .data or a view. In torch it would "
+                    "keep the former values; here it cannot. Copy it instead (to_local().clone()), delete it before "
+                    "the assignment, or write values in place: parameter.data.copy_(values). Nothing was changed."
                 )
             ordinary.append(alias)
         return sharded, views, ordinary

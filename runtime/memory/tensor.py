@@ -113,7 +113,7 @@ class RowShardedTensor(Dispatched):
         """Use :meth:`wrap`."""
 
     def move_in(self, place: RowShardedTensor) -> None:
-        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        """Let this tensor, whose memory is not in a bucket, refer to the memory and rows of ``place`` from now on."""
         for name in ("_local_tensor", "_spec", "row_split", "topology", "backing"):
             setattr(self, name, getattr(place, name))
 
@@ -270,15 +270,14 @@ class RowShardedTensor(Dispatched):
                 "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
-            if self._has_rows_of(values):
-                values.backing.aliases.of(values)  # type: ignore[attr-defined]  # raises before anything changes
-            is_mine = isinstance(values, RowShardedTensor) and values.backing is self.backing
-            if is_mine and values._local_tensor.is_set_to(self._local_tensor):  # type: ignore[attr-defined]
-                return  # p.data -= update
+            if isinstance(values, RowShardedTensor):
+                if values.backing is self.backing and values._local_tensor.is_set_to(self._local_tensor):
+                    return  # p.data -= update
+                values.backing.aliases.of(values)  # raises before anything changes
             if not self._is_parameter and (isinstance(self, nn.Parameter) or _ORIGIN in vars(self)):
                 own = RowShardedTensor.wrap(torch.empty_like(self._local_tensor), self.row_split, self.topology)
                 own.copy_(values)
-                self._local_tensor, self.backing = own._local_tensor, own.backing
+                self.move_in(own)
             else:
                 keep_values(self)
                 self.detach().copy_(values)

@@ -94,9 +94,10 @@ def _packed(module: nn.Module) -> Iterator[None]:
             for attribute, packed in weights.items():
                 held = [part.of(of) for part, of in zip(packed.parts, _parts(packed, before[each][0]), strict=True)]
                 if not packed.lies_in(held, each._parameters.get(attribute)):
-                    name = next(name for name, other in module.named_modules() if other is each)
+                    prefix = next(name for name, other in module.named_modules() if other is each)
+                    name = f"{prefix}.{attribute}" if prefix else attribute
                     raise ValueError(
-                        f"Parameter '{name}.{attribute}', a weight of 4 bits, was replaced in summon_full_params, but "
+                        f"Parameter {name!r}, a weight of 4 bits, was replaced in summon_full_params, but "
                         "its parts are in buckets. Write to its memory in place, or replace it before "
                         "fully_shard_model. Nothing was written back."
                     )
