@@ -135,7 +135,8 @@ class ParameterMethods(nn.Module):
         ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one or two buckets.
 
         Optimizers keep the shards, which do not change before the exit. Over other mesh dimensions (tensor
-        parallelism), parameters are divided as they were in the original model.
+        parallelism), parameters are divided as they were in the original model. Weights of 4 bits are their library's
+        own tensors, which can be dequantized, and written to in place.
 
         Args:
             writeback: Keep what was written to parameters. All ranks must write the same values, which they compare at
@@ -144,7 +145,8 @@ class ParameterMethods(nn.Module):
         Raises:
             RuntimeError: If a step is in progress. At the exit, if ranks have written different values, or one has
                 failed. All parameters then keep their previous values.
-            ValueError: At the exit, if a parameter was replaced by one of another shape. All parameters then keep their
+            ValueError: At the exit, if a parameter was replaced by one of another shape, names that share a parameter
+                were given different values, or a weight of 4 bits was replaced. All parameters then keep their
                 previous values.
         """
         return self.sharded.whole_parameters(writeback)

@@ -95,9 +95,10 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory, with a storage of its own that ends where the dense ``tensor`` does."""
+    """Return a tensor in the same memory, with a storage of its own that ends where ``tensor`` does."""
     size, start = tensor.element_size(), tensor.storage_offset()
-    own = tensor.untyped_storage()[start * size : (start + tensor.numel()) * size]
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    own = tensor.untyped_storage()[start * size : (start + last + 1) * size if tensor.numel() else start * size]
     alone: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alone.set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
 

@@ -48,6 +48,9 @@ class EagerOwner(Protocol):
     def check_complete(self) -> None:
         """Raise if the model has parameters that are in no bucket."""
 
+    def notice_writes(self) -> None:
+        """Find writes to shards that left no trace."""
+
     def refresh(self, ahead: bool = False) -> None:
         """Quantize changed shards, and start gathering stale residents, possibly ahead of the forward that uses
         them."""

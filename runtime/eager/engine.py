@@ -250,6 +250,7 @@ class EagerRuntime:
         self.gathering.learns_hooks = torch.is_grad_enabled()
         self.gathering.checks_content = step_checks.enabled() and not owner.coordinator.is_capturing
         self.gathering.hooks_everywhere |= owner.comm_buffers.is_strict  # no buffer may stay in use
+        owner.notice_writes()
         owner.coordinator.enter_forward(window.describe())
 
     @unseen

@@ -26,6 +26,9 @@ from .. import compat
 PACKED = "_mfsdp_packed"
 """Attribute of modules: their packed weights, by attribute."""
 
+PART_OF = "mfsdp_part_of"
+"""Attribute of parameters of bytes: the class of the packed weight that they are a part of."""
+
 _LIBRARIES: tuple[Any, ...] = (compat.bitsandbytes, compat.torchao_nf4)
 
 
@@ -80,6 +83,14 @@ class PackedWeight:
         parts = [part.of(each) for part, each in zip(self.parts, held, strict=True)]
         return *parts, *(module._buffers[name] for name in self.constants)  # type: ignore[misc]
 
+    def lies_in(self, held: Sequence[Tensor], param: Tensor | None) -> bool:
+        """Whether ``param`` is this weight, in the memory of ``held``."""
+        library = next((each for each in _LIBRARIES if param is not None and each.is_weight(param)), None)
+        if library is None:
+            return False
+        weight, tensors, _, _ = library.parts_of(param)
+        return weight == self.weight and [t.data_ptr() for t in tensors.values()] == [t.data_ptr() for t in held]
+
 
 def is_packed(param: Tensor) -> bool:
     """Whether a parameter is a weight of 4 bits that a library has packed, so that a cast would destroy it."""
@@ -120,7 +131,7 @@ def take_apart(model: nn.Module, ignored: Collection[nn.Parameter]) -> Callable[
     try:
         for param, (_, module, attribute, library) in found.items():
             before.setdefault(module, (dict(module._parameters), dict(module._buffers)))
-            _take_apart(module, attribute, library.parts_of(param))
+            _take_apart(module, attribute, _kind_of(param), library.parts_of(param))
             forgotten.append((module, library.prepare_layer(module)))
     except BaseException:
         undo()
@@ -129,7 +140,7 @@ def take_apart(model: nn.Module, ignored: Collection[nn.Parameter]) -> Callable[
 
 
 def _check(name: str, param: nn.Parameter, other: tuple[str, nn.Module, str, Any] | None) -> None:
-    kind = type(param.data if type(param) is nn.Parameter else param).__name__
+    kind = _kind_of(param)
     if other is not None:
         raise NotImplementedError(
             f"Parameter {name!r} is also {other[0]!r}: a {kind} that is tied cannot be sharded. Give each module a "
@@ -147,8 +158,12 @@ def _check(name: str, param: nn.Parameter, other: tuple[str, nn.Module, str, Any
         )
 
 
+def _kind_of(param: nn.Parameter) -> str:
+    return type(param.data if type(param) is nn.Parameter else param).__name__
+
+
 def _take_apart(
-    module: nn.Module, attribute: str, taken: tuple[Weight, dict[str, Tensor], dict[str, Tensor], int]
+    module: nn.Module, attribute: str, kind: str, taken: tuple[Weight, dict[str, Tensor], dict[str, Tensor], int]
 ) -> None:
     weight, tensors, constants, block = taken
     names = {part: f"{attribute}_{part}" if part else attribute for part in (*tensors, *constants)}
@@ -163,6 +178,7 @@ def _take_apart(
         name = names[part]
         held = _rows(tensor.detach(), tensor.element_size() if part else block)
         module.register_parameter(name, nn.Parameter(held, requires_grad=False))
+        setattr(module._parameters[name], PART_OF, kind)
         parts.append(Part(name, tensor.dtype, tuple(tensor.shape)))
     # Copies: libraries share tables between weights, and loading a checkpoint writes to buffers.
     buffers = {names[part]: tensor.detach().clone() for part, tensor in constants.items()}

@@ -33,6 +33,7 @@ from ..geometry.exchange import When
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..owner import Owned, refuse_dropped
+from .aliases import Backing
 from .comm_buffers import BufferPool
 from .deferred_gradients import DeferredGradient
 from .extension import Extension
@@ -43,7 +44,6 @@ from .tensor import (
     ACCUMULATE_HOOKS,
     NOTED_VALUE,
     TENSOR_HOOKS,
-    Backing,
     RowShardedTensor,
     UnreducedGradient,
     mark_provisional,
@@ -161,6 +161,10 @@ class BucketOwner(Protocol):
     @property
     def topology(self) -> Topology: ...
 
+    @property
+    def watched(self) -> set[Bucket]:
+        """Buckets to whose shards ordinary tensors refer."""
+
     def label_modules_of(self, *buckets: Bucket) -> None:
         """Make changes of buckets visible to Dynamo's guards."""
 
@@ -212,7 +216,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         views = self.views(flat)
         if self.extension is not None:
             self.extension = self.extension.around(views[0])
-        backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        self.backing = backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        backing.watch = functools.partial(_watch, weakref.ref(self))
         noted = zip(self.splits, map(noted_value, like), strict=True)
         backing.noted.update((split.name, digest) for split, digest in noted if digest is not None)
         self.params = tuple(
@@ -221,6 +226,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         )
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
+            # Weakly, which is also why torch.utils.swap_tensors refuses it: the optimizer would step another tensor.
+            backing.aliases.add(param)
         self.shells = tuple(
             _shell(slot.shape, plan.compute_dtype, self.device, original.requires_grad)
             for slot, original in zip(plan.layout.slots, like, strict=True)
@@ -564,6 +571,13 @@ _OWN_ATTRIBUTES = {
     TENSOR_HOOKS,
     ACCUMULATE_HOOKS,
 }
+
+
+def _watch(reference: weakref.ref[Bucket]) -> None:
+    bucket = reference()
+    if bucket is not None and not bucket.owner.coordinator.is_capturing:
+        bucket.watch()
+        bucket.owner.watched.add(bucket)
 
 
 def _parameter(rows: RowShardedTensor, original: nn.Parameter) -> Any:

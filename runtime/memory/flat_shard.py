@@ -25,6 +25,7 @@ from ..geometry.exchange import Exchange
 from ..geometry.partition import Partition
 from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
+from ..ranks.digests import value_digest
 from . import host
 
 
@@ -51,6 +52,8 @@ class FlatRange(NamedTuple):
 # - A flat shard that is a slice of its resident has a version counter of its own (.data), because gathers write to the
 #   resident at any time.
 # - nn.Parameter(view) detaches the view from the counter, so Bucket._make puts the view back.
+# - What is derived from to_local() may have a counter of its own, or none (.data, NumPy). As long as it lives, values
+#   are compared before each forward: FlatShard.notice_writes.
 # - Of a gathered bucket, the version right after the gather (Gathered.content) tells writes. NumPy and .data of a view
 #   write without a trace: Gathering._check_content compares values.
 
@@ -110,6 +113,7 @@ class FlatShard:
         self._quantized_of = -1  # version of the shard that was quantized
         self._on_device: Tensor | None = None
         self._on_device_of = -1  # version of the shard that was copied
+        self._watched = -1, ""  # version of the shard, and a digest of the values
         if self.has_resident and not self.topology.releases_resident:
             numel = flat.numel() * self.topology.resident_shards
             resident = torch.empty(numel, dtype=plan.held_dtype, device=self.device)
@@ -179,6 +183,14 @@ class FlatShard:
     def is_stale(self) -> bool:
         """Whether the resident was released, or gathered before the shard last changed."""
         return self.has_resident and self._resident_of != self.flat._version
+
+    @property
+    def is_overwritten_by_gathers(self) -> bool:
+        """Whether a gather of the resident writes this rank's shard, too: Gloo copies all that it has received.
+
+        Between steps it must not run: what a program writes to its rows meanwhile would be lost.
+        """
+        return self.device.type == "cpu" and self.plan.main_dtype == self.plan.held_dtype
 
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
@@ -265,6 +277,28 @@ class FlatShard:
             self._resident_of, self._resident_awaited = -1, True
             if self.topology.releases_resident:
                 self._drop_resident()
+
+    # -- writes that leave no trace -----------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Note the values, of which there are copies, before an ordinary tensor refers to the shard."""
+        of_copies = self._resident_of, self._quantized_of, self._on_device_of
+        if (version := self.flat._version) in of_copies and self._watched[0] != version:
+            self._watched = version, value_digest(self.flat)
+
+    def notice_writes(self, are_referred_to: bool) -> None:
+        """Increment the version if the values have changed without.
+
+        Args:
+            are_referred_to: Whether ordinary tensors still refer to the shard.
+        """
+        (version, before), now = self._watched, None
+        if version == self.flat._version and (now := value_digest(self.flat)) != before:
+            torch.autograd.graph.increment_version(self.flat)
+        if are_referred_to and (self.has_resident or self.quantized is not None or self.exchange.keeps_copy):
+            self._watched = self.flat._version, now or value_digest(self.flat)
+        else:
+            self._watched = -1, ""
 
     # -- what is sent -------------------------------------------------------------------------------------------------
 

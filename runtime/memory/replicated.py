@@ -220,6 +220,7 @@ class RowView(ReplicatedTensor):
         with torch.inference_mode(base.is_inference()):  # a view of an ordinary tensor is one, too
             view: RowView = RowView._make(nothing, base.device_mesh, like, averaging, base.row_split.name)
         view.base, view.steps = base, steps
+        base.backing.aliases.add_view(view)
         return view
 
     def of(self, whole: Tensor) -> Tensor:
@@ -228,6 +229,10 @@ class RowView(ReplicatedTensor):
 
     def unsharded(self) -> Tensor:
         return scaled(self.to_local(), self.base.gradient_factor)
+
+    def storage_offset(self) -> int:
+        """Return the offset in the whole tensor, for ``as_strided``."""
+        return self.of(self.base.outline).storage_offset()
 
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]

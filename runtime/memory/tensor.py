@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,31 +23,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat
+from ..formats.packed import PART_OF
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
+from .aliases import Backing, follow, keep_values
 from .averaging import Averaging
 from .dispatched import Dispatched
-from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, take_rows
-
-
-class Backing(tuple[Tensor, ...]):
-    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
-
-    Copied rows have their own memory, so that copies of this object are empty.
-    """
-
-    @functools.cached_property
-    def noted(self) -> dict[str, str]:
-        """Digests of whole values, by name of the parameter, that are to be compared with those of other ranks.
-
-        What is overwritten need not be compared.
-        """
-        return {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
-        return Backing()
-
+from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, same_ranks, take_rows
 
 _ORIGIN = "mfsdp_origin"
 """Attribute of what was computed from parameters: where a parameter is in its bucket; None if it is in none."""
@@ -131,7 +113,7 @@ class RowShardedTensor(Dispatched):
         """Use :meth:`wrap`."""
 
     def move_in(self, place: RowShardedTensor) -> None:
-        """Let this parameter, which is homeless, refer to the memory and rows of ``place`` from now on."""
+        """Let this tensor, whose memory is not in a bucket, refer to the memory and rows of ``place`` from now on."""
         for name in ("_local_tensor", "_spec", "row_split", "topology", "backing"):
             setattr(self, name, getattr(place, name))
 
@@ -151,8 +133,10 @@ class RowShardedTensor(Dispatched):
             wrapped = RowShardedTensor.wrap(
                 local, split, self.topology, backing=self.backing if is_view else (), spec=spec
             )
-        if is_view and _PROVISIONAL in vars(self):
-            wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
+        if is_view:
+            self.backing.aliases.add(wrapped)
+            if _PROVISIONAL in vars(self):
+                wrapped.__dict__[_PROVISIONAL] = vars(self)[_PROVISIONAL]
         return wrapped
 
     @property
@@ -257,6 +241,12 @@ class RowShardedTensor(Dispatched):
         return vars(self).get("mfsdp_handle") or vars(self).get(_ORIGIN)
 
     @property
+    def part_of(self) -> str | None:
+        """The class of the packed weight of which these are bytes; see :mod:`..formats.packed`."""
+        bucket = self._home.reference() if self._home is not None else None
+        return vars(bucket.params[self._home.index]).get(PART_OF) if bucket is not None else None
+
+    @property
     def gradient_factor(self) -> float:
         """What the mean of ranks' gradients is multiplied by for a gradient like those of the forward."""
         bucket = self._home.reference() if self._home is not None else None
@@ -264,7 +254,11 @@ class RowShardedTensor(Dispatched):
 
     @property
     def data(self) -> RowShardedTensor:  # type: ignore[override]
-        """The same rows, detached. Assignment copies the values, because the memory belongs to a bucket."""
+        """The same rows, detached.
+
+        Assignment to that of a parameter copies the values, because the memory belongs to a bucket. As in torch, what
+        refers to the rows keeps the former values, and ``values`` refer to the rows if they are sharded like these.
+        """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -276,17 +270,49 @@ class RowShardedTensor(Dispatched):
                 "shapes, such as with resize_token_embeddings, and dtypes before the model is sharded."
             )
         with torch.no_grad():
-            self.detach().copy_(values)
+            if isinstance(values, RowShardedTensor):
+                if values.backing is self.backing and values._local_tensor.is_set_to(self._local_tensor):
+                    return  # p.data -= update
+                values.backing.aliases.of(values)  # raises before anything changes
+            if not self._is_parameter and (isinstance(self, nn.Parameter) or _ORIGIN in vars(self)):
+                own = RowShardedTensor.wrap(torch.empty_like(self._local_tensor), self.row_split, self.topology)
+                own.copy_(values)
+                self.move_in(own)
+            else:
+                keep_values(self)
+                self.detach().copy_(values)
+            if self._has_rows_of(values):
+                follow(values, self)
+
+    def _has_rows_of(self, other: Tensor) -> bool:
+        """Whether ``other`` has the same rows, in memory of its own."""
+        return (
+            isinstance(other, RowShardedTensor)
+            and not (other.backing or other._is_parameter)
+            and other.row_split.has_rows_of(self.row_split)
+            and same_ranks(other.topology, self.topology)
+            and other._local_tensor.stride() == self._local_tensor.stride()
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's rows. Gradients of results computed from them are gradients of these rows only."""
+        rows = self.rows()
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            rows = rows.view_as(rows)
+        else:
+            rows = _ToLocal.apply(self)
+        if self.backing.watch is not None and type(rows) is Tensor:
+            self.backing.watch()
+            self.backing.aliases.lend(rows, self.row_split.name)
+        return rows
+
+    def rows(self) -> Tensor:
+        """Return this rank's rows for a use that ends at once."""
         for resident in self.backing[1:]:
             compat.wait_tensor(resident)  # the caller may write to the rows
         for flat in self.backing[:1]:
             host.settle_pinned(flat)
-        if not (self.requires_grad and torch.is_grad_enabled()):
-            return self._local_tensor.view_as(self._local_tensor)
-        return _ToLocal.apply(self)
+        return self._local_tensor
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

@@ -107,6 +107,7 @@ class ShardedModel:
         self.coordinator = coordinator
         self.precision = precision
         self.overlap = overlap
+        self.watched: set[Bucket] = set()
         self.grad_sync = GradSync(self.buckets, eager, coordinator, SyncSettings())
         self.step_tracker = StepTracker(self.buckets, coordinator)
         self.optimizers = Optimizers()
@@ -390,6 +391,7 @@ class ShardedModel:
         ``ahead`` of the forward that uses them, residents that stay only within a step are skipped, and so is what is
         quantized: other optimizers may be about to step.
         """
+        self.notice_writes()
         if not ahead:
             self.quantized.refresh(self.coordinator)
         for bucket in self.buckets:
@@ -397,6 +399,17 @@ class ShardedModel:
                 for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
                     self.coordinator.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
                 bucket.start_refresh()
+                if bucket.is_overwritten_by_gathers and not self.eager.is_in_window:
+                    bucket.await_resident()
+
+    def notice_writes(self) -> None:
+        """Find writes to shards that left no trace, before what was made of the shards is used."""
+        if not self.watched or self.coordinator.is_capturing:
+            return
+        for bucket in tuple(self.watched):
+            bucket.notice_writes(is_watched := bucket.backing.aliases.any_ordinary())
+            if not is_watched:
+                self.watched.remove(bucket)
 
     def wholes(self, among: Collection[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters and their whole tensors, bucket by bucket; ignored ones come last: copies of what this rank

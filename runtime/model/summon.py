@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..eager.modules import as_written
+from ..formats.packed import PACKED, PackedWeight
 from ..geometry.partition import local_part
 from ..memory.bucket import Bucket
 from ..ranks import compared
@@ -33,7 +34,8 @@ def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, group: dist.P
             written is lost.
 
     Raises:
-        ValueError: At the end: a parameter was replaced by one of another shape. The shards keep their previous values.
+        ValueError: At the end: a parameter was replaced by one of another shape, or names that share one have
+            different ones now, or a packed weight was replaced. The shards keep their previous values.
         RuntimeError: At the end: values are not the same on all ranks. The shards keep their previous values.
     """
     wholes = {bucket: _wholes(bucket) for bucket in buckets}
@@ -45,14 +47,14 @@ def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, group: dist.P
     def written() -> list[Line]:
         changed.extend((bucket, _now(bucket, params)) for bucket, params in wholes.items())
         return [
-            (bucket, compared.line(f"values of {split.name}", value_digest(part)))
+            (bucket, compared.line(f"values of {split.name}", f"{value_digest(part)} {part.requires_grad}"))
             for bucket, parts in changed
             for split, part in zip(bucket.splits, parts, strict=True)
         ]
 
     try:
         try:
-            with as_written(module):
+            with as_written(module), _packed(module):
                 yield
         except Exception as error:  # other ranks must not keep what they have written
             if group is not None:
@@ -66,6 +68,49 @@ def whole_parameters(buckets: Sequence[Bucket], module: nn.Module, group: dist.P
                 holder._parameters[attribute] = bucket.params[index]
     for bucket, values in changed:
         bucket.take_rows_of(values)
+        for param, value in zip(bucket.params, values, strict=True):
+            if param.requires_grad != value.requires_grad:
+                param.requires_grad_(value.requires_grad)
+
+
+@contextlib.contextmanager
+def _packed(module: nn.Module) -> Iterator[None]:
+    """Context in which modules have the packed weights of their libraries in place of the parts that are sharded.
+
+    Raises:
+        ValueError: At the end: one was replaced, or has got other memory.
+    """
+    holders = {each: vars(each)[PACKED] for each in module.modules() if PACKED in vars(each)}
+    before = {each: (dict(each._parameters), dict(each._buffers)) for each in holders}
+    for each, weights in holders.items():
+        for attribute, packed in weights.items():
+            held = packed.tensors(each, _parts(packed, before[each][0]))
+            for name in (*(part.attribute for part in packed.parts), *packed.constants):
+                (each._buffers if name in each._buffers else each._parameters).pop(name)
+            each._parameters[attribute] = packed.weight.wrap(held)
+    try:
+        yield
+        for each, weights in holders.items():
+            for attribute, packed in weights.items():
+                held = [part.of(of) for part, of in zip(packed.parts, _parts(packed, before[each][0]), strict=True)]
+                if not packed.lies_in(held, each._parameters.get(attribute)):
+                    prefix = next(name for name, other in module.named_modules() if other is each)
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    raise ValueError(
+                        f"Parameter {name!r}, a weight of 4 bits, was replaced in summon_full_params, but "
+                        "its parts are in buckets. Write to its memory in place, or replace it before "
+                        "fully_shard_model. Nothing was written back."
+                    )
+    finally:
+        for each, (params, buffers) in before.items():
+            for current, earlier in ((each._parameters, params), (each._buffers, buffers)):
+                came = {name: tensor for name, tensor in current.items() if name not in earlier}
+                current.clear()
+                current.update(earlier | came)
+
+
+def _parts(packed: PackedWeight, params: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [params[part.attribute] for part in packed.parts]  # type: ignore[misc]
 
 
 def _compare(group: dist.ProcessGroup, describe: Callable[[], Sequence[Line]]) -> None:
@@ -108,13 +153,26 @@ def _now(bucket: Bucket, before: Sequence[nn.Parameter]) -> list[Tensor]:
     """
     found = []
     for split, locations, given in zip(bucket.splits, bucket.locations, before, strict=True):
-        holder = locations[0].holder()
-        param = given if holder is None else holder._parameters.get(locations[0].attribute)
-        if param is None or local_part(param).shape != split.part_shape:
-            shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
-            raise ValueError(
-                f"Parameter {locations[0].name!r} was changed to {shape} in summon_full_params, but it is part of a "
-                f"bucket and must keep its shape {split.shape}. Copy values into it in place."
-            )
-        found.append(local_part(param))
+        held: list[tuple[str, Tensor]] = []
+        for location in locations:
+            if (holder := location.holder()) is None:
+                continue
+            param = holder._parameters.get(location.attribute)
+            if param is None or local_part(param).shape != split.part_shape:
+                shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
+                raise ValueError(
+                    f"Parameter {location.name!r} was changed to {shape} in summon_full_params, but it is part of a "
+                    f"bucket and must keep its shape {split.shape}. Copy values into it in place."
+                )
+            if not held or param is not held[0][1]:
+                held.append((location.name, param))
+        for name, param in held[1:]:
+            if value_digest(local_part(param)) != value_digest(local_part(held[0][1])):
+                raise ValueError(
+                    f"Parameters {held[0][0]!r} and {name!r} are one, and were given different values in "
+                    "summon_full_params. Give them the same, or shard the model after they have become two parameters. "
+                    "Nothing was written back."
+                )
+        param = held[0][1] if held else given
+        found.append(local_part(param).detach().requires_grad_(param.requires_grad))
     return found

@@ -76,7 +76,7 @@ class ShardedMuon(torch.optim.Muon):
             following = self._journey(chunks[number + 1], topology, rows) if number + 1 < len(chunks) else None
             parts = iter(journey.there_and_back(orthogonalize))
             for param in chunk:
-                local = param.to_local()
+                local = param.rows()
                 matrices = [next(parts) for _ in range(_count(param.row_split))]
                 update = (torch.cat(matrices) if len(matrices) > 1 else matrices[0]).view(local.shape)
                 param.mul_(1 - lr * group["weight_decay"])

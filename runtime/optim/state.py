@@ -92,7 +92,7 @@ def shard_state(key: str, value: Any, param: Any) -> Any:
         return value
     whole = whole_tensor(value) if isinstance(value, DTensor) else value
     rows = take_rows(whole, param.row_split, param.topology.shard)
-    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.row_split, param.topology)
+    return RowShardedTensor.wrap(rows.to(param.rows().device, copy=True), param.row_split, param.topology)
 
 
 def name_state(optimizer: torch.optim.Optimizer) -> None:
@@ -260,7 +260,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
         return {"momentum_buffer": torch.zeros_like(param.detach())}
     is_sharded = isinstance(param, RowShardedTensor)
-    rows = param.to_local().detach() if is_sharded else param.detach()
+    rows = param.rows().detach() if is_sharded else param.detach()
     # What is not known to work element by element has state of other shapes, which follow from the whole parameter's.
     by_rows = is_sharded and whole_step_of(optimizer) is None
     takes_rows = by_rows and (is_by_element(optimizer) or flat_step_of(optimizer) is not None)

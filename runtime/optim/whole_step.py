@@ -144,7 +144,7 @@ class WholeStep:
         announce_at_rest(
             topology, f"a step over whole parameters, from {params[0].row_split.name!r} on", params[0].row_split.name
         )
-        for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
+        for numbers, journey in self._journeys(params, [param.rows() for param in params], topology):
             for k, value in journey.there().items():
                 param = params[numbers[k]]
                 if param not in self._wholes:
@@ -163,12 +163,12 @@ class WholeStep:
             f"the end of a step over whole parameters, from {params[0].row_split.name!r} on",
             params[0].row_split.name,
         )
-        for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
+        for numbers, journey in self._journeys(params, [param.rows() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
             moved = {k: host.on_device(whole, topology.mesh.device_type) for k, whole in owned.items()}
             for n, flat in zip(numbers, journey.back(moved), strict=True):
                 param = params[n]
-                rows = flat.view(param.to_local().shape).to(param.device)
+                rows = flat.view(param.rows().shape).to(param.device)
                 param.copy_(RowShardedTensor.wrap(rows, param.row_split, topology))
 
 

@@ -247,6 +247,35 @@ def test_code_that_reads_weights() -> None:
     assert type(model.module[0].weight).__name__ == "RowShardedTensor"
     call = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
     assert torch.equal(call(x), expected)
+    for kind in ("bnb", "nf4"):
+        alone, model = build(kind), fully_shard_model(build(kind), fsdp_unit_modules=[Block])
+        original, layer = alone[1].first.base, model.module[1].first.base
+        values = _dequantized(original.weight)
+        with model.summon_full_params():
+            assert type(layer.weight).__name__ == type(original.weight).__name__
+            assert torch.equal(_dequantized(layer.weight), values)
+            assert model.module.state_dict().keys() == alone.state_dict().keys()
+            torch.testing.assert_close(model.module(batch(0, 0)), alone(batch(0, 0)))
+        names = [name for name, _ in model.named_parameters()]
+        with (
+            parity.raises_everywhere(ValueError, "Parameter '1.first.base.weight', a weight of 4 bits, was replaced"),
+            model.summon_full_params(),
+        ):
+            layer.weight = original.weight
+        assert names == [name for name, _ in model.named_parameters()]
+        torch.testing.assert_close(model(batch(0, 0)), alone(batch(0, 0)))
+        weight = layer.weight
+        for compute in (lambda: weight.float(), lambda: weight**2, lambda: weight[1:].sum(), lambda: weight + x):
+            with pytest.raises(RuntimeError, match=r"computes with '1\.first\.base\.weight', a part of a"):
+                compute()
+        assert torch.equal(weight.clone(), weight.detach())
+
+
+def _dequantized(weight: Any) -> Tensor:
+    if hasattr(weight, "get_original_weight"):
+        return weight.get_original_weight()  # type: ignore[no-any-return]
+    bnb = packed_models.bitsandbytes()
+    return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[no-any-return]
 
 
 @pytest.mark.long

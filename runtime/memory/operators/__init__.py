@@ -24,7 +24,7 @@ from ... import compat
 from ..dispatched import Dispatched, dispatching
 from ..tensor import RowShardedTensor, UnreducedGradient
 from . import elementwise, mixed, random, reductions, row_by_row, unreduced, whole
-from .arguments import note_origin
+from .arguments import is_of_shape, note_origin, refuse_packed
 from .elementwise import like_rows
 
 __all__ = ["like_rows"]
@@ -34,6 +34,8 @@ _TIERS = (reductions.compute, elementwise.compute, random.compute, row_by_row.co
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not func.is_view and not is_of_shape(func):
+        refuse_packed(func, leaves, kwargs)
     if any(isinstance(leaf, UnreducedGradient) for leaf in leaves):
         return unreduced.compute(func, args, kwargs)
     if torch.is_inference_mode_enabled() and compat.is_composite(func):  # elsewhere, autograd decomposes it

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
 from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
+
+aten = torch.ops.aten
 
 
 def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -57,13 +60,18 @@ _OF_NO_VALUES = ("_like", "::new_zeros", "::new_ones", "::new_full", "::new_empt
 """Ends of the names of operators that make tensors of a shape."""
 
 
+def is_of_shape(func: Any) -> bool:
+    """Whether an operator reads shapes, and no values."""
+    return func._schema.name.endswith(_OF_NO_VALUES)  # type: ignore[no-any-return]
+
+
 def note_origin(func: Any, sources: Sequence[Tensor], result: Any) -> None:
     """Note of results that they are values of parameters, and neither gradients nor an optimizer's state.
 
     What is computed from parameters and from others is not: an update that decays weights.
     """
     rows = [tensor for tensor in sources if isinstance(tensor, RowShardedTensor)]
-    if all(tensor.is_of_parameter for tensor in rows) and not func._schema.name.endswith(_OF_NO_VALUES):
+    if all(tensor.is_of_parameter for tensor in rows) and not is_of_shape(func):
         for made in rows_among(result):
             made.computed_from(rows[0])
 
@@ -91,6 +99,35 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
         "owns it, and in backward, module.parameter is the whole tensor; code under torch.compiler.disable sees it "
         "there too if it runs in a module's forward."
     )
+
+
+_OF_BYTES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.eq.Tensor,
+    aten.equal.default,
+    aten.is_same_size.default,
+    aten.ne.Tensor,
+    aten._to_copy.default,
+}
+"""Operators that move or compare values, whatever they mean."""
+
+
+def refuse_packed(func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a function computes with the bytes of a packed weight as if they were its values."""
+    if func in _OF_BYTES and kwargs.get("dtype") in (None, torch.uint8):
+        return
+    for tensor in tensors:
+        rows = getattr(tensor, "base", tensor)
+        if rows.dtype == torch.uint8 and isinstance(rows, RowShardedTensor) and (kind := rows.part_of):
+            raise RuntimeError(
+                f"{func} computes with {rows.row_split.name!r}, a part of a {kind}: between steps it is bytes, which "
+                "are not the values of the weight. Leave out what is frozen (if parameter.requires_grad), or "
+                "read the weight where it is whole: in the forward of its module, or from the module inside "
+                f"model.summon_full_params(), as the {kind} that dequantizes itself."
+            )
 
 
 def refuse_write_of_own(func: Any, rows: Tensor, value: Tensor) -> NoReturn:

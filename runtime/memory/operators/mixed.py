@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
-from ..dispatched import Dispatched, run_operators
+from ..dispatched import Dispatched, dispatching, run_operators
 from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse_write_of_own, tensors_are_own
+from .arguments import leaves_of, refuse_packed, refuse_write_of_own, tensors_are_own
 from .elementwise import is_list_of_tensors
 from .whole import makes_ordinary
 
@@ -57,6 +57,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return _on_whole(func, name, args, kwargs)
         elif torch.is_grad_enabled():
             _check_write(func, leaves_of(writes), leaves_of(args, kwargs))
+    if name == "fill_diagonal_" and not (torch.is_grad_enabled() and args[0].requires_grad):
+        # Torch composes it of a view that begins where the local rows begin in the bucket.
+        with dispatching():
+            return Dispatched.dispatch(torch.ops.aten.fill_diagonal_.default, args, kwargs)
     # Autograd sets attributes of views that were written to while it holds a lock that a new node would need.
     if torch.is_grad_enabled() and name != "__set__":
         args, kwargs = compat.tree_map_only(ReplicatedTensor, lambda t: t.averaged, (args, kwargs))
@@ -101,6 +105,7 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         ]
         return None if each[0] is None else type(each[0])(one for result in each for one in result)
     tensors = leaves_of(args, kwargs)
+    refuse_packed(name, tensors, {})
     wholes = {id(t): _whole(t, name) for t in tensors if isinstance(t, Dispatched)}
     args, kwargs = compat.tree_map_only(Dispatched, lambda t: wholes[id(t)], (args, kwargs))
     result = func(*args, **kwargs)

@@ -150,7 +150,7 @@ def test_clearing_gradients_frees_them(mode: str) -> None:
 def test_shards_at_rest_are_what_the_layout_says() -> None:
     model, _, _ = sharded(EAGER)
     _, shards = bucket_bytes(model)
-    storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}
+    storages = {s.data_ptr(): s for s in (p._local_tensor.untyped_storage() for p in model.parameters())}
     assert sum(storage.nbytes() for storage in storages.values()) == shards
     for bucket in model.sharded.buckets:
         assert all(shell.untyped_storage().nbytes() == 0 for shell in bucket.shells)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import parity
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -161,6 +163,8 @@ ROW_WRITES: dict[str, Callable[[Any], Any]] = {
     "detached": lambda p: p.detach().to_local().mul_(1.5),
     "data": lambda p: p.data.to_local().detach().mul_(1.5),
     "foreach": lambda p: torch._foreach_mul_([p.data.to_local()], 1.5),
+    "data of an ordinary tensor": lambda p: p.to_local().data.mul_(1.5),
+    "numpy": lambda p: np.multiply(array := p.detach().to_local().numpy(), 1.5, out=array),
 }
 
 
@@ -177,6 +181,80 @@ def test_writes_to_rows_are_seen_by_the_next_forward() -> None:
                     write(mine)
                     its.mul_(1.5)
             torch.testing.assert_close(model(x), alone(x), msg=f"{name}, {strategy}")
+        # Arrays and tensors that outlive steps, and gathers that the optimizer starts ahead of the next forward.
+        optimizer, arrays = fully_shard_optimizer(SGD(model.parameters(), 0.1)), _arrays(model)
+        theirs, rows = SGD(alone.parameters(), 0.1), [param._local_tensor for param in model.parameters()]
+        for kept in (arrays, rows):
+            for _ in range(2):
+                for mine, step in ((model, optimizer), (alone, theirs)):
+                    mine(x).sum().backward()
+                    step.step()
+                    step.zero_grad()
+                with torch.no_grad():
+                    for each in kept:
+                        each *= 1.5
+                    for its in alone.parameters():
+                        its.mul_(1.5)
+                torch.testing.assert_close(model(x), alone(x), msg=f"kept, {strategy}")
+
+
+def _arrays(model: nn.Module) -> list[Any]:
+    return [param.detach().to_local().numpy() for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_former_values_outlive_an_assignment_of_data() -> None:
+    """As in torch: what refers to a parameter's memory keeps its values, and the new values refer to the parameter."""
+    for strategy in (1, 3):
+        _assign_data(fully_shard_model(_linear(), zero_dp_strategy=strategy), _linear())
+
+
+def _assign_data(model: nn.Module, alone: nn.Module) -> None:
+    def both(what: Callable[[Any], Any]) -> None:
+        for mine, its in zip(map(what, model.parameters()), map(what, alone.parameters()), strict=True):
+            for one, other in zip(mine, its, strict=True):
+                whole = one.full_tensor() if isinstance(one, DTensor) else one
+                torch.testing.assert_close(whole, other)
+
+    kept: dict[Any, Any] = {}
+
+    def back_up(param: Any) -> None:
+        rows = param.detach()
+        kept[param] = [param.data, rows, param.data.view(-1), rows[0], rows.t() if rows.ndim > 1 else rows, param[-1]]
+
+    def assign(param: Any) -> None:
+        param.data = param.data * 1.5
+        param.data -= 0.1 * param.data
+
+    def restore(param: Any) -> None:
+        param.data = kept[param][0]
+
+    def swap(param: Any) -> None:
+        kept[param][0], param.data = param.data, kept[param][0].clone() * 3
+
+    def write_to_what_was_assigned(param: Any) -> None:
+        values = param.detach().clone()
+        param.data = values
+        values.mul_(0.5)
+        alias = param.detach()
+        alias.data = values * 7
+
+    with torch.no_grad():
+        for change in (back_up, assign, restore, assign, assign, restore, swap, restore, write_to_what_was_assigned):
+            both(lambda param, change=change: (change(param), param, *kept[param])[1:])
+        torch.testing.assert_close(model(torch.ones(2, 5)), alone(torch.ones(2, 5)))
+        for param in model.parameters():
+            before, rows = param.full_tensor(), param.to_local()
+            values = rows.clone()
+            param.data = param.data + 1
+            assert torch.equal(rows, values)
+            array, name = param.to_local().numpy(), param.row_split.name
+            with pytest.raises(RuntimeError, match=rf"The .data of .{name}. is assigned while a tensor or array"):
+                param.data = param.data + 1
+            assert torch.equal(param.full_tensor(), before + 1)
+            del array
+            with pytest.raises(RuntimeError, match="weakref"):
+                torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
 
 
 @on_ranks(2, 3)

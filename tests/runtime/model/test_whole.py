@@ -223,3 +223,26 @@ def test_mistakes_are_explained() -> None:
         model.module.norm.weight.data.fill_(1 // 0)
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(model.parameters(), expected, strict=True))
     torch.testing.assert_close(model(tokens()).detach(), alone())
+
+
+@on_ranks(2)
+def test_names_that_share_a_parameter_keep_sharing_it() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    model, x = fully_shard_model(module), torch.ones(1, 4)
+    before = model(x).detach()
+    for number in range(2):
+        with (
+            raises_everywhere(ValueError, "Parameters '0.weight' and '1.weight' are one, and were given different"),
+            model.summon_full_params(),
+        ):
+            module[number].weight = nn.Parameter(module[number].weight.detach() * 2)
+        assert torch.equal(model(x), before)
+    with model.summon_full_params():
+        state = {name: value / 2 for name, value in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        module[0].bias.requires_grad_(False)
+    assert module[0].weight is module[1].weight
+    assert torch.equal(module[1].weight.full_tensor(), state["1.weight"])
+    assert [param.requires_grad for param in module.parameters()] == [True, False, True]
