@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import compat
 from .averaging import Averaging, Reduction
+from .computed import computing, text_of
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, take_rows
 from .tensor import RowShardedTensor, redistributed, scaled
@@ -164,10 +165,14 @@ def is_own(tensor: Tensor) -> bool:
     return tensor.own if isinstance(tensor, ReplicatedTensor) else not isinstance(tensor, DTensor)
 
 
-def own_of_rank(value: Tensor, mesh: DeviceMesh) -> ReplicatedTensor:
-    """Make a DTensor of what this rank has computed from a parameter and from its own numbers."""
+def own_of_rank(value: Tensor, mesh: DeviceMesh, view_of: str = "") -> ReplicatedTensor:
+    """Make a DTensor of what this rank has computed from a parameter and from its own numbers.
+
+    Args:
+        view_of: The parameter, if these are values of a view of it.
+    """
     made: ReplicatedTensor = _FromOrdinary.apply(value, mesh)
-    made.own = True
+    made.own, made.view_of = True, view_of or None
     return made
 
 
@@ -233,7 +238,7 @@ class RowView(ReplicatedTensor):
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         """The values. A collective."""
         base = self.base
-        with torch.no_grad():
+        with torch.no_grad(), computing(text_of(base)):
             return self.of(all_gather_rows(base._local_tensor, base.row_split, base.topology, "a view"))
 
     @_local_tensor.setter

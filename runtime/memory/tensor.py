@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import compat
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
-from . import host
+from . import computed, host
 from .averaging import Averaging
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, take_rows
@@ -234,12 +234,13 @@ class RowShardedTensor(Dispatched):
         return scaled(self._whole(what), self.gradient_factor)
 
     def _whole(self, what: str) -> Tensor:
-        if self.requires_grad and torch.is_grad_enabled():
-            with compat.below_function_transforms():  # transforms see a constant, as in forward
-                whole: Tensor = _Whole.apply(self, what)
-            return whole
-        with torch.no_grad():
-            return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)
+        with computed.computing(computed.text_of(self)):
+            if self.requires_grad and torch.is_grad_enabled():
+                with compat.below_function_transforms():  # transforms see a constant, as in forward
+                    whole: Tensor = _Whole.apply(self, what)
+                return whole
+            with torch.no_grad():
+                return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)
 
     # -- where values come from ---------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
+from .. import computed
 from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
 
 
@@ -66,6 +68,21 @@ def note_origin(func: Any, sources: Sequence[Tensor], result: Any) -> None:
     if all(tensor.is_of_parameter for tensor in rows) and not func._schema.name.endswith(_OF_NO_VALUES):
         for made in rows_among(result):
             made.computed_from(rows[0])
+
+
+def how_computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> str:
+    """Return how an operator computes from parameters, for ranks to compare; "" if they need not.
+
+    They compare what is computed while autograd records, and no writes to parameters, gradients or an optimizer's
+    state.
+    """
+    if not torch.is_grad_enabled() or not any(
+        computed.text_of(t) or getattr(t, "is_of_parameter", False) for t in leaves
+    ):
+        return ""
+    if any(isinstance(t, DTensor) and getattr(t, "backing", ()) for t in written_to(func, args, kwargs)):
+        return ""
+    return computed.describe(func._schema.name.removeprefix("aten::"), args, kwargs)
 
 
 def dims_of(dim: Any, ndim: int) -> tuple[int, ...] | None:

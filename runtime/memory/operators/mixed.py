@@ -25,7 +25,7 @@ from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
 from .arguments import leaves_of, refuse_write_of_own, tensors_are_own
 from .elementwise import is_list_of_tensors
-from .whole import makes_ordinary
+from .whole import NeedsWhole, makes_ordinary, repeated_on_whole
 
 _READ_NO_VALUES = {
     "__get__",
@@ -48,6 +48,7 @@ _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
+    writes = None
     if name not in _READ_NO_VALUES and (len(args) != 1 or kwargs or not isinstance(args[0], RowShardedTensor)):
         writes = kwargs.get("out")
         if writes is None and _is_write(name):
@@ -60,6 +61,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Autograd sets attributes of views that were written to while it holds a lock that a new node would need.
     if torch.is_grad_enabled() and name != "__set__":
         args, kwargs = compat.tree_map_only(ReplicatedTensor, lambda t: t.averaged, (args, kwargs))
+        if writes is None:
+            try:
+                with repeated_on_whole():
+                    return run_operators(func, args, kwargs)
+            except NeedsWhole as needed:
+                return _on_whole(func, name, args, kwargs, needed.view_of)
     return run_operators(func, args, kwargs)
 
 
@@ -89,10 +96,13 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return rows.is_of_parameter or (torch.is_grad_enabled() and tensor.requires_grad)
 
 
-def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _on_whole(func: Any, name: str, args: Any, kwargs: Any, view_of: str = "") -> Any:
     """Call a function with whole parameters. The result is this rank's own.
 
     It is an ordinary tensor; for numbers, indices and masks, which torch's DTensors can be combined with, a DTensor.
+
+    Args:
+        view_of: The parameter that the result holds values of a view of; "": it is none.
     """
     lists = [a for a in args if is_list_of_tensors(a)]
     if name.startswith("_foreach_") and lists and (count := len(lists[0])) > 1:  # others of a list may be no parameters
@@ -108,7 +118,7 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return result
     mesh = next(t.device_mesh for t in tensors if isinstance(t, Dispatched))
     written = {id(t) for t in tensors}
-    return compat.tree_map_only(Tensor, lambda t: t if id(t) in written else own_of_rank(t, mesh), result)
+    return compat.tree_map_only(Tensor, lambda t: t if id(t) in written else own_of_rank(t, mesh, view_of), result)
 
 
 def _whole(tensor: Dispatched, name: str) -> Tensor:
