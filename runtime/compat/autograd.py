@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "backward_id",
     "below_autograd",
     "below_function_transforms",
+    "convert_arguments_of_functions",
     "counts_tensors",
     "hook_saved_tensors",
     "in_backward",
@@ -63,6 +65,20 @@ class Uncaptured(torch.autograd.Function):
             "parameters, whose gradients are reduced and accumulated outside of what it captures. Switch it off: "
             'torch.compile(model, backend="mfsdp") compiles the backward together with the forward.'
         )
+
+
+def convert_arguments_of_functions(convert: Callable[[type, Any], Any]) -> None:
+    """Let ``convert`` replace each argument of autograd functions, given their class, before autograd sees it.
+
+    They are the only functions of tensors that ask no tensor (``__torch_function__``) and no mode.
+    """
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(apply)
+    def converting(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, *[convert(cls, a) for a in args], **{k: convert(cls, v) for k, v in kwargs.items()})
+
+    torch.autograd.Function.apply = classmethod(converting)  # type: ignore[assignment,method-assign]
 
 
 class GradientRequest(Enum):

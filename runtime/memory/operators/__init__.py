@@ -61,3 +61,4 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: l
 
 Dispatched.call = staticmethod(mixed.call)
 Dispatched.dispatch = staticmethod(_dispatch)
+compat.convert_arguments_of_functions(mixed.argument_of)

@@ -128,6 +128,21 @@ def _whole(tensor: Dispatched, name: str) -> Tensor:
     return tensor.unsharded()
 
 
+def argument_of(function: type, value: Any) -> Any:
+    """Return what an autograd function gets for an argument: the whole of what was computed from a parameter.
+
+    Its forward and backward run below autograd, and may combine rows with tensors of this rank: gradients of the whole
+    are averaged. Functions of torch and of this package that are passed through know what they get.
+    """
+    if isinstance(value, Dispatched) and not function.__module__.startswith(_PASS_THROUGH):
+        if isinstance(value, ReplicatedTensor) or (isinstance(value, RowShardedTensor) and value.is_of_parameter):
+            return _whole(value, f"{function.__name__}.apply")
+    return value
+
+
+_PASS_THROUGH = (__package__.partition(".")[0], "torch._", "torch.distributed.tensor", "torch.utils.checkpoint")
+
+
 def _check_write(func: Any, writes: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Raise if autograd records a write of this rank's own values to rows."""
     own = next((t for t in tensors if is_own(t) and (t.is_floating_point() or t.is_complex())), None)
