@@ -25,6 +25,7 @@ __all__ = [
     "counts_tensors",
     "hook_saved_tensors",
     "in_backward",
+    "in_function_transform",
     "on_backward_end",
     "profiler_runs",
     "refuses_saved_tensor_hooks",
@@ -39,6 +40,9 @@ __all__ = [
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
+
+in_function_transform = torch._C._are_functorch_transforms_active
+"""Returns whether a transform of ``torch.func`` runs."""
 
 _execution_engine = torch.autograd.Variable._execution_engine
 

@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "in_call_of",
+    "in_functional_call",
     "in_recomputation",
     "is_called_by_backward",
     "is_composite",
@@ -100,6 +101,16 @@ def in_call_of(modules: Collection[nn.Module]) -> bool:
             if isinstance(owner, nn.Module) and owner in modules:
                 return True
     return False
+
+
+_STATELESS_FILE = torch.nn.utils.stateless.__file__
+
+
+def in_functional_call() -> bool:
+    """Whether this thread is inside ``torch.func.functional_call``, which puts other tensors in places of parameters."""
+    return any(
+        frame.f_code.co_filename == _STATELESS_FILE and frame.f_code.co_name == "_functional_call" for frame in frames()
+    )
 
 
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename

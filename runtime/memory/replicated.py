@@ -91,13 +91,14 @@ class ReplicatedTensor(Dispatched):
     @compat.python_only
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the ordinary tensor; the same on every rank."""
-        return _ToOrdinary.apply(self.averaged)
+        with compat.below_function_transforms():  # transforms see a constant
+            return _ToOrdinary.apply(self.averaged)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the ordinary tensor; the same on every rank."""
         return self.to_local()
 
-    def unsharded(self) -> Tensor:
+    def unsharded(self, what: str) -> Tensor:
         """Return the ordinary tensor, for a function of it and of ordinary tensors, which are this rank's own."""
         return self.to_local()
 
@@ -140,7 +141,8 @@ class ReplicatedTensor(Dispatched):
             if not (self.requires_grad and torch.is_grad_enabled()):
                 return self
             if "_averaged" not in vars(self):
-                self._averaged = _Average.apply(self, self.averaging)
+                with compat.below_function_transforms():
+                    self._averaged = _Average.apply(self, self.averaging)
         return self._averaged
 
 
@@ -231,7 +233,7 @@ class RowView(ReplicatedTensor):
         """Return the view of an ordinary tensor in place of the sharded one."""
         return functools.reduce(lambda t, step: step.of(t), self.steps, whole)
 
-    def unsharded(self) -> Tensor:
+    def unsharded(self, what: str) -> Tensor:
         return scaled(self.to_local(), self.base.gradient_factor)
 
     @property

@@ -111,21 +111,14 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any, view_of: str = "") -
         ]
         return None if each[0] is None else type(each[0])(one for result in each for one in result)
     tensors = leaves_of(args, kwargs)
-    wholes = {id(t): _whole(t, name) for t in tensors if isinstance(t, Dispatched)}
+    wholes = {id(t): t.unsharded(name) for t in tensors if isinstance(t, Dispatched)}
     args, kwargs = compat.tree_map_only(Dispatched, lambda t: wholes[id(t)], (args, kwargs))
     result = func(*args, **kwargs)
-    if any(makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)):
+    if compat.in_function_transform() or any(makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)):
         return result
     mesh = next(t.device_mesh for t in tensors if isinstance(t, Dispatched))
     written = {id(t) for t in tensors}
     return compat.tree_map_only(Tensor, lambda t: t if id(t) in written else own_of_rank(t, mesh, view_of), result)
-
-
-def _whole(tensor: Dispatched, name: str) -> Tensor:
-    if isinstance(tensor, RowShardedTensor):
-        return tensor.unsharded(name)
-    assert isinstance(tensor, ReplicatedTensor)
-    return tensor.unsharded()
 
 
 def argument_of(function: type, value: Any) -> Any:
@@ -135,8 +128,8 @@ def argument_of(function: type, value: Any) -> Any:
     are averaged. Functions of torch and of this package that are passed through know what they get.
     """
     if isinstance(value, Dispatched) and not function.__module__.startswith(_PASS_THROUGH):
-        if isinstance(value, ReplicatedTensor) or (isinstance(value, RowShardedTensor) and value.is_of_parameter):
-            return _whole(value, f"{function.__name__}.apply")
+        if isinstance(value, ReplicatedTensor) or _is_of_parameter(value):
+            return value.unsharded(f"{function.__name__}.apply")
     return value
 
 
