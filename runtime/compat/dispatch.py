@@ -30,7 +30,9 @@ __all__ = [
     "in_call_of",
     "in_functional_call",
     "in_recomputation",
+    "is_called_by_autograd",
     "is_called_by_backward",
+    "is_called_by_transform",
     "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
@@ -101,6 +103,24 @@ def in_call_of(modules: Collection[nn.Module]) -> bool:
             if isinstance(owner, nn.Module) and owner in modules:
                 return True
     return False
+
+
+_TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap")
+
+
+def is_called_by_autograd() -> bool:
+    """Whether autograd itself has called the running operator of a class of this package, for a derivative."""
+    return in_backward() and torch._C._is_torch_function_enabled()
+
+
+def is_called_by_transform() -> bool:
+    """Whether the running operator is one on what a transform of ``torch.func`` has wrapped.
+
+    The wrappers hide ``__torch_function__`` of what they wrap, so that the first thing to see it is this operator.
+    """
+    return torch._C._is_torch_function_enabled() and any(
+        frame.f_globals.get("__name__") in _TRANSFORMS for frame in frames()
+    )
 
 
 _STATELESS_FILE = torch.nn.utils.stateless.__file__

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import compat
 from ..ranks.digests import digest
 
 _TEXT = "mfsdp_computed"
@@ -67,6 +66,8 @@ def _shown(value: Any) -> str:
 
 def note(text: str, result: Any) -> None:
     """Note how the tensors in nested results were computed."""
-    for made in compat.tree_leaves(result):
-        if isinstance(made, Tensor):
-            made.__dict__[_TEXT] = text
+    if isinstance(result, (list, tuple)):
+        for number, each in enumerate(result):
+            note(f"{text}[{number}]", each)
+    elif isinstance(result, Tensor):
+        result.__dict__[_TEXT] = text

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import compat
 from .averaging import Averaging, Reduction
-from .computed import computing, text_of
+from .computed import computing, note, text_of
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, take_rows
 from .tensor import RowShardedTensor, redistributed, scaled
@@ -280,7 +280,9 @@ class _Average(compat.Uncaptured):
         ctx.mesh, ctx.averaging = value.device_mesh, averaging
         values = value._local_tensor
         # A copy: a view could not be written to.
-        return ReplicatedTensor.wrap(values.clone(), value.device_mesh, view_of=value.view_of)
+        copy = ReplicatedTensor.wrap(values.clone(), value.device_mesh, view_of=value.view_of)
+        note(text_of(value), copy)
+        return copy
 
     @staticmethod
     @compat.python_only

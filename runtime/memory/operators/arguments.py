@@ -131,8 +131,22 @@ def tensors_are_own() -> bool:
 
 
 def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
-    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own."""
-    if not isinstance(value, DTensor) and tensors_are_own():
+    """Raise if a hook or a function in backward, or what a transform runs, combines rows with an ordinary tensor.
+
+    It is this rank's own.
+    """
+    if isinstance(value, DTensor):
+        return
+    if compat.is_called_by_transform():
+        raise RuntimeError(
+            f"A transform of torch.func (grad, vjp, jacrev, vmap) over {rows.row_split.name!r}, of which this is one "
+            f"rank's shard, combines it with an ordinary tensor of shape {tuple(value.shape)}, which is this rank's "
+            "own. Pass parameter.full_tensor() to the transform, which is the whole tensor; its gradient is averaged "
+            "over ranks."
+        )
+    # Of what is sharded, autograd's own gradients are sharded or replicated; others were passed to backward().
+    is_passed = rows.is_of_parameter and value.numel() > 1 and value.is_floating_point()
+    if (is_passed and compat.is_called_by_autograd()) or tensors_are_own():
         raise RuntimeError(
             f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary "
             f"tensor of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different "

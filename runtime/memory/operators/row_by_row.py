@@ -13,6 +13,7 @@ from ..replicated import ReplicatedTensor
 from ..tensor import RowShardedTensor
 from .arguments import by_name, dims_of
 from .gather import whole_of
+from .whole import check_repeated
 
 aten = torch.ops.aten
 
@@ -74,6 +75,8 @@ _OVER_DIMS = {
 """Operators that treat indices of every dimension but those of their argument ``dim`` (or ``dims``) alike."""
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")
+_PARTS = {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+"""Operators whose results are parts, of which each rank may take another."""
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -107,6 +110,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             named[name], found = list(dims) if isinstance(named[name], (list, tuple)) else dims[0], True
     if not found or not _all_alike([*args, *kwargs.values()], first):
         return NotImplemented
+    if func in _PARTS:
+        check_repeated([first], is_view=True)
     return _wrapped(func, first, func(**{name: _local(value) for name, value in named.items()}))
 
 
