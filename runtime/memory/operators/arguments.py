@@ -146,7 +146,7 @@ def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
         )
     # Of what is sharded, autograd's own gradients are sharded or replicated; others were passed to backward().
     is_passed = rows.is_of_parameter and value.numel() > 1 and value.is_floating_point()
-    if (is_passed and compat.is_called_by_autograd()) or tensors_are_own():
+    if (is_passed and compat.in_backward() and compat.is_called_by_autograd()) or tensors_are_own():
         raise RuntimeError(
             f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary "
             f"tensor of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different "
