@@ -1,9 +1,9 @@
 """By which operators, and from which Python numbers, a function was computed from parameters at rest.
 
-What stays sharded is computed row by row, each row on the rank that holds it. So all ranks must compute the same: with a
-number of this rank's batch (``p * loss.item()``), rows of different ranks would be combined with numbers of different
-ranks. While autograd records, results have a text that says how they were computed, and ranks compare it where they
-communicate (:meth:`.Order.enter`): nothing is exchanged as long as it stays the same.
+What stays sharded is computed row by row, each row on the rank that holds it. So all ranks must compute the same: with
+a number of this rank's batch (``p * loss.item()``), rows of different ranks would be combined with numbers of different
+ranks. Results have a text that says how they were computed, and ranks compare it where they communicate
+(:meth:`.Order.enter`): nothing is exchanged as long as it stays the same.
 """
 
 from __future__ import annotations

@@ -73,12 +73,15 @@ def note_origin(func: Any, sources: Sequence[Tensor], result: Any) -> None:
 def how_computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> str:
     """Return how an operator computes from parameters, for ranks to compare; "" if they need not.
 
-    They compare what is computed while autograd records, and no writes to parameters, gradients or an optimizer's
-    state.
+    They compare functions of parameters and, while autograd records, of these and others, but no writes to parameters,
+    gradients or an optimizer's state.
     """
-    if not torch.is_grad_enabled() or not any(
-        computed.text_of(t) or getattr(t, "is_of_parameter", False) for t in leaves
-    ):
+    are_known = [bool(computed.text_of(t)) or getattr(t, "is_of_parameter", False) for t in leaves]
+    if not torch.is_grad_enabled():
+        rows = [t for t in leaves if isinstance(t, RowShardedTensor)]
+        if compat.in_backward() or not all(t.is_of_parameter for t in rows):
+            return ""
+    if not any(are_known):
         return ""
     if any(isinstance(t, DTensor) and getattr(t, "backing", ()) for t in written_to(func, args, kwargs)):
         return ""

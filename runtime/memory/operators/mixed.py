@@ -114,7 +114,9 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any, view_of: str = "") -
     wholes = {id(t): t.unsharded(name) for t in tensors if isinstance(t, Dispatched)}
     args, kwargs = compat.tree_map_only(Dispatched, lambda t: wholes[id(t)], (args, kwargs))
     result = func(*args, **kwargs)
-    if compat.in_function_transform() or any(makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)):
+    if compat.in_function_transform() or any(
+        makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)
+    ):
         return result
     mesh = next(t.device_mesh for t in tensors if isinstance(t, Dispatched))
     written = {id(t) for t in tensors}
@@ -127,9 +129,12 @@ def argument_of(function: type, value: Any) -> Any:
     Its forward and backward run below autograd, and may combine rows with tensors of this rank: gradients of the whole
     are averaged. Functions of torch and of this package that are passed through know what they get.
     """
-    if isinstance(value, Dispatched) and not function.__module__.startswith(_PASS_THROUGH):
-        if isinstance(value, ReplicatedTensor) or _is_of_parameter(value):
-            return value.unsharded(f"{function.__name__}.apply")
+    if (
+        isinstance(value, Dispatched)
+        and not function.__module__.startswith(_PASS_THROUGH)
+        and (isinstance(value, ReplicatedTensor) or _is_of_parameter(value))
+    ):
+        return value.unsharded(f"{function.__name__}.apply")
     return value
 
 

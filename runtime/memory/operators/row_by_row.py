@@ -13,7 +13,6 @@ from ..replicated import ReplicatedTensor
 from ..tensor import RowShardedTensor
 from .arguments import by_name, dims_of
 from .gather import whole_of
-from .whole import check_repeated
 
 aten = torch.ops.aten
 
@@ -76,7 +75,7 @@ _OVER_DIMS = {
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")
 _PARTS = {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-"""Operators whose results are parts, of which each rank may take another."""
+"""Operators whose results are parts; of parameters, each rank may take another one."""
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -90,7 +89,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if func in _RESHAPES:
         return _reshaped(func, first, *args[1:])
-    if func._schema.name not in _OVER_DIMS:
+    if func._schema.name not in _OVER_DIMS or (func in _PARTS and first.is_of_parameter):
         return NotImplemented
     named = by_name(func, args, kwargs)
     skipped = first.ndim - first._local_tensor.ndim
@@ -110,8 +109,6 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             named[name], found = list(dims) if isinstance(named[name], (list, tuple)) else dims[0], True
     if not found or not _all_alike([*args, *kwargs.values()], first):
         return NotImplemented
-    if func in _PARTS:
-        check_repeated([first], is_view=True)
     return _wrapped(func, first, func(**{name: _local(value) for name, value in named.items()}))
 
 

@@ -55,7 +55,7 @@ def repeated_on_whole() -> Iterator[None]:
         _functions.are_repeated = before
 
 
-def check_repeated(tensors: Sequence[Any], is_view: bool) -> None:
+def _check_repeated(tensors: Sequence[Any], is_view: bool) -> None:
     """Raise :class:`NeedsWhole` if autograd records what an operator computes from tensors that are sharded.
 
     Each rank then takes its gradient of the whole parameter: what is taken of it (``p[label]``, ``p[:n]``) may differ
@@ -79,7 +79,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _each_alone(func, args, kwargs)
     tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
     spread = [t for t in tensors if isinstance(t, (RowShardedTensor, RowView))]
-    check_repeated(spread, func.is_view)
+    _check_repeated(spread, func.is_view)
     _check(func, args, kwargs, spread, writes)
     if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
         return _by_torch(func, args, kwargs, tensors)
@@ -216,7 +216,7 @@ _TAKE_VALUES = {aten.index_put_.default, aten.index_put.default, aten._index_put
 
 
 def _view(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    check_repeated([tensor], is_view=True)
+    _check_repeated([tensor], is_view=True)
     base, steps = (tensor.base, tensor.steps) if isinstance(tensor, RowView) else (tensor, ())
     made = func(tensor.outline if isinstance(tensor, RowShardedTensor) else tensor.of(base.outline), *args, **kwargs)
     averaging = averaging_of(tensor, [tensor])
