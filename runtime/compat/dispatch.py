@@ -123,7 +123,7 @@ _STATELESS_FILE = torch.nn.utils.stateless.__file__
 
 
 def in_functional_call() -> bool:
-    """Whether this thread is in ``torch.func.functional_call``, which puts other tensors in the places of parameters."""
+    """Whether this thread is in ``torch.func.functional_call``, which puts other tensors in places of parameters."""
     return any(
         frame.f_code.co_filename == _STATELESS_FILE and frame.f_code.co_name == "_functional_call" for frame in frames()
     )
