@@ -99,7 +99,7 @@ class GraphArguments:
                     f"Compiled code for a bucket {signature} was given {bucket.plan.name!r}, {bucket.signature}. "
                     "Please report this; torch._dynamo.reset() makes torch compile again."
                 )
-            bucket.check_unchanged()
+            bucket.check_unchanged(is_compiled=True)
         self._check_fp8(buckets)
         return buckets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -20,9 +21,11 @@ __all__ = [
     "backward_id",
     "below_autograd",
     "below_function_transforms",
+    "convert_arguments_of_functions",
     "counts_tensors",
     "hook_saved_tensors",
     "in_backward",
+    "in_function_transform",
     "on_backward_end",
     "profiler_runs",
     "refuses_saved_tensor_hooks",
@@ -37,6 +40,9 @@ __all__ = [
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
+
+in_function_transform = torch._C._are_functorch_transforms_active
+"""Returns whether a transform of ``torch.func`` runs."""
 
 _execution_engine = torch.autograd.Variable._execution_engine
 
@@ -63,6 +69,20 @@ class Uncaptured(torch.autograd.Function):
             "parameters, whose gradients are reduced and accumulated outside of what it captures. Switch it off: "
             'torch.compile(model, backend="mfsdp") compiles the backward together with the forward.'
         )
+
+
+def convert_arguments_of_functions(convert: Callable[[type, Any], Any]) -> None:
+    """Let ``convert`` replace each argument of autograd functions, given their class, before autograd sees it.
+
+    They are the only functions of tensors that ask no tensor (``__torch_function__``) and no mode.
+    """
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(apply)
+    def converting(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, *[convert(cls, a) for a in args], **{k: convert(cls, v) for k, v in kwargs.items()})
+
+    torch.autograd.Function.apply = classmethod(converting)  # type: ignore[assignment,method-assign]
 
 
 class GradientRequest(Enum):

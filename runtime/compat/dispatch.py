@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "in_call_of",
+    "in_functional_call",
     "in_recomputation",
+    "is_called_by_autograd",
     "is_called_by_backward",
+    "is_called_by_transform",
     "is_composite",
     "no_torch_function",
     "outside_selective_checkpoint",
@@ -102,6 +106,29 @@ def in_call_of(modules: Collection[nn.Module]) -> bool:
     return False
 
 
+_TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap")
+
+
+def is_called_by_transform() -> bool:
+    """Whether the running operator is one on what a transform of ``torch.func`` has wrapped.
+
+    The wrappers hide ``__torch_function__`` of what they wrap, so that the first thing to see it is this operator.
+    """
+    return torch._C._is_torch_function_enabled() and any(
+        frame.f_globals.get("__name__") in _TRANSFORMS for frame in frames()
+    )
+
+
+_STATELESS_FILE = torch.nn.utils.stateless.__file__
+
+
+def in_functional_call() -> bool:
+    """Whether this thread is in ``torch.func.functional_call``, which puts other tensors in places of parameters."""
+    return any(
+        frame.f_code.co_filename == _STATELESS_FILE and frame.f_code.co_name == "_functional_call" for frame in frames()
+    )
+
+
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 
 
@@ -124,10 +151,24 @@ def is_called_by_backward() -> bool:
     and optimizers of torch, whose learning rates and numbers of steps are the same on every rank. The operator is one
     of a class or a mode of :mod:`mfsdp_compile.runtime`, whose own frames do not count.
     """
+    caller = _caller_of_operator()
+    by_optimizer = caller is not None and caller.f_globals.get("__package__") == "torch.optim"
+    return caller is not None and not (_is_engine(caller) or by_optimizer or in_recomputation())
+
+
+def is_called_by_autograd() -> bool:
+    """Whether autograd itself has called the running operator, in backward, for a derivative."""
+    caller = _caller_of_operator()
+    return caller is not None and _is_engine(caller)
+
+
+def _caller_of_operator() -> FrameType | None:
     for frame in frames():
         package = str(frame.f_globals.get("__package__"))
         if not package.startswith(_RUNTIME) and frame.f_code.co_name not in _OPERATOR_METHODS:
-            in_graph = frame.f_globals.get("__name__") == "torch.autograd.graph"
-            by_autograd = in_graph and frame.f_code.co_name == "_engine_run_backward"
-            return not (by_autograd or package == "torch.optim" or in_recomputation())
-    return False
+            return frame
+    return None
+
+
+def _is_engine(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward"

@@ -39,6 +39,7 @@ from ..formats.extension import FORM as EXTENSION
 from ..formats.packed import PACKED, PackedWeight, Weight
 from ..geometry.partition import Partition
 from ..memory.bucket import ParamHandle
+from ..memory.dispatched import Dispatched
 from ..memory.tensor import RowShardedTensor
 from ..owner import is_ignored, refuse_dropped
 from ..program_lines import warn
@@ -331,7 +332,9 @@ def _parameter_property(
         if not runtime.is_in_use(bucket) or compat.called_by_guards():
             return param
         if bucket.params[handle.index] is not param:
-            bucket.check_unchanged()  # torch.func.functional_call replaces parameters
+            bucket.check_unchanged()
+            # By torch.func.functional_call: an ordinary tensor, or what was computed from parameters at rest.
+            return param.unsharded("functional_call") if isinstance(param, Dispatched) else param
         part = runtime.parameters.read(bucket, handle.index)
         lent = vars(self).get(_LENT) if is_layer else None
         if lent is not None:

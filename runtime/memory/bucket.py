@@ -513,8 +513,13 @@ class Bucket(FlatShard, Owned[BucketOwner]):
                 if (module := location.holder()) is not None:
                     yield index, module, location.attribute
 
-    def check_unchanged(self) -> None:
-        """Raise if a parameter, or how it is gathered, was replaced since the model was sharded."""
+    def check_unchanged(self, is_compiled: bool = False) -> None:
+        """Raise if a parameter, or how it is gathered, was replaced since the model was sharded.
+
+        Args:
+            is_compiled: Whether compiled code is about to use the bucket, which cannot use what
+                ``torch.func.functional_call`` has put in the place of parameters.
+        """
         for param, locations in zip(self.params, self.locations, strict=True):
             if _GATHERS in vars(param._local_tensor):  # type: ignore[attr-defined]
                 raise NotImplementedError(
@@ -526,6 +531,14 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             for location in locations:
                 module = location.holder()
                 if module is not None and module._parameters.get(location.attribute) is not param:
+                    if compat.in_functional_call():
+                        if not is_compiled:
+                            continue
+                        raise RuntimeError(
+                            f"torch.func.functional_call has put another tensor in the place of {location.name!r}, "
+                            "which compiled code would not use: it gathers the parameter. Call the model, or the "
+                            "module, eagerly."
+                        )
                     raise RuntimeError(
                         f"Parameter {location.name!r} was replaced after fully_shard_model; the new one is not sharded "
                         "and would not be trained. Copy values into the old one instead (parameter.copy_(values) under "

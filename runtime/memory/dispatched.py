@@ -20,6 +20,10 @@ class Dispatched(DTensor):
     call: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
+    def unsharded(self, what: str) -> Tensor:
+        """Return the whole tensor for ``what``, which computes with this rank's own ones; its gradient is averaged."""
+        raise NotImplementedError
+
     @classmethod
     @compat.python_only
     def __torch_dispatch__(

@@ -21,7 +21,7 @@ from .. import compat
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Topology
 from ..ranks.agreement import announce
-from . import host
+from . import computed, host
 
 _log = logging.getLogger("mfsdp_compile.operators")
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("mfsdp_compile.operators")
 def announce_at_rest(topology: Topology, what: str, parameter: str | None = None) -> None:
     """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
     if topology.shard_groups:  # otherwise every rank holds everything
-        announce(what, topology.every.name, parameter)
+        announce(what, topology.every.name, parameter, computed.running())
 
 
 def reduce_over_shards(topology: Topology, value: Tensor, op: str) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import compat
 from .averaging import Averaging, Reduction
+from .computed import computing, note, text_of
 from .dispatched import Dispatched
 from .redistribute import all_gather_rows, take_rows
 from .tensor import RowShardedTensor, redistributed, scaled
@@ -90,13 +91,14 @@ class ReplicatedTensor(Dispatched):
     @compat.python_only
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the ordinary tensor; the same on every rank."""
-        return _ToOrdinary.apply(self.averaged)
+        with compat.below_function_transforms():  # transforms see a constant
+            return _ToOrdinary.apply(self.averaged)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the ordinary tensor; the same on every rank."""
         return self.to_local()
 
-    def unsharded(self) -> Tensor:
+    def unsharded(self, what: str) -> Tensor:
         """Return the ordinary tensor, for a function of it and of ordinary tensors, which are this rank's own."""
         return self.to_local()
 
@@ -139,7 +141,8 @@ class ReplicatedTensor(Dispatched):
             if not (self.requires_grad and torch.is_grad_enabled()):
                 return self
             if "_averaged" not in vars(self):
-                self._averaged = _Average.apply(self, self.averaging)
+                with compat.below_function_transforms():
+                    self._averaged = _Average.apply(self, self.averaging)
         return self._averaged
 
 
@@ -164,10 +167,14 @@ def is_own(tensor: Tensor) -> bool:
     return tensor.own if isinstance(tensor, ReplicatedTensor) else not isinstance(tensor, DTensor)
 
 
-def own_of_rank(value: Tensor, mesh: DeviceMesh) -> ReplicatedTensor:
-    """Make a DTensor of what this rank has computed from a parameter and from its own numbers."""
+def own_of_rank(value: Tensor, mesh: DeviceMesh, view_of: str = "") -> ReplicatedTensor:
+    """Make a DTensor of what this rank has computed from a parameter and from its own numbers.
+
+    Args:
+        view_of: The parameter, if these are values of a view of it.
+    """
     made: ReplicatedTensor = _FromOrdinary.apply(value, mesh)
-    made.own = True
+    made.own, made.view_of = True, view_of or None
     return made
 
 
@@ -227,7 +234,7 @@ class RowView(ReplicatedTensor):
         """Return the view of an ordinary tensor in place of the sharded one."""
         return functools.reduce(lambda t, step: step.of(t), self.steps, whole)
 
-    def unsharded(self) -> Tensor:
+    def unsharded(self, what: str) -> Tensor:
         return scaled(self.to_local(), self.base.gradient_factor)
 
     def storage_offset(self) -> int:
@@ -238,7 +245,7 @@ class RowView(ReplicatedTensor):
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         """The values. A collective."""
         base = self.base
-        with torch.no_grad():
+        with torch.no_grad(), computing(text_of(base)):
             return self.of(all_gather_rows(base._local_tensor, base.row_split, base.topology, "a view"))
 
     @_local_tensor.setter
@@ -278,7 +285,9 @@ class _Average(compat.Uncaptured):
         ctx.mesh, ctx.averaging = value.device_mesh, averaging
         values = value._local_tensor
         # A copy: a view could not be written to.
-        return ReplicatedTensor.wrap(values.clone(), value.device_mesh, view_of=value.view_of)
+        copy = ReplicatedTensor.wrap(values.clone(), value.device_mesh, view_of=value.view_of)
+        note(text_of(value), copy)
+        return copy
 
     @staticmethod
     @compat.python_only

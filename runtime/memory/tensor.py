@@ -26,7 +26,7 @@ from .. import compat
 from ..formats.packed import PART_OF
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
-from . import host
+from . import computed, host
 from .aliases import Backing, follow, keep_values
 from .averaging import Averaging
 from .dispatched import Dispatched
@@ -218,12 +218,13 @@ class RowShardedTensor(Dispatched):
         return scaled(self._whole(what), self.gradient_factor)
 
     def _whole(self, what: str) -> Tensor:
-        if self.requires_grad and torch.is_grad_enabled():
-            with compat.below_function_transforms():  # transforms see a constant, as in forward
-                whole: Tensor = _Whole.apply(self, what)
-            return whole
-        with torch.no_grad():
-            return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)
+        with computed.computing(computed.text_of(self)):
+            if self.requires_grad and torch.is_grad_enabled():
+                with compat.below_function_transforms():  # transforms see a constant, as in forward
+                    whole: Tensor = _Whole.apply(self, what)
+                return whole
+            with torch.no_grad():
+                return all_gather_rows(self._local_tensor, self.row_split, self.topology, what)
 
     # -- where values come from ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from .. import compat
 from ..owner import ignore, stop_ignoring
 
 
@@ -66,7 +67,7 @@ class KnownParameters:
     def _refuse(self, module: nn.Module, holder: nn.Module, name: str) -> None:
         """Raise because of a parameter that is not known, unless it is in the place of one that is ignored."""
         self.places(module)
-        if id(holder._parameters[name]) in self._known:
+        if id(holder._parameters[name]) in self._known or compat.in_functional_call():
             return
         path = ".".join(filter(None, (next(path for path, held in module.named_modules() if held is holder), name)))
         raise RuntimeError(

@@ -101,7 +101,7 @@ def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -
     agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=compared.shown(lines[-1]))
 
 
-def announce(what: str, group: str, parameter: str | None = None) -> None:
+def announce(what: str, group: str, parameter: str | None = None, computed: str = "") -> None:
     """Announce that an operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none.
 
     Does nothing for a group that no sharded model uses.
@@ -109,6 +109,7 @@ def announce(what: str, group: str, parameter: str | None = None) -> None:
     Args:
         what: The operation, including the name of the parameter if it is one of many.
         parameter: Name of that parameter.
+        computed: How its operand was computed, including Python numbers, if it must be the same on all ranks.
 
     Raises:
         RuntimeError: Other ranks are doing something else.
@@ -120,6 +121,7 @@ def announce(what: str, group: str, parameter: str | None = None) -> None:
         StepPhase(AT_REST, what),
         lambda lines, epoch: agree_on_order(compat.process_group(group), lines, epoch),
         series=(what.replace(repr(parameter), "one"), number) if number is not None else None,
+        computed=computed.replace(repr(parameter), "parameter"),
     )
 
 

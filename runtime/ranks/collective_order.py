@@ -70,6 +70,12 @@ AFTER_ABORT = f"{LOST}, after {RESET}, which makes the model usable again"
 
 _ADVICE_ON_GPUS = f"{_RULE} {AFTER_ABORT}."
 
+_NUMBERS = (
+    "Functions of parameters that stay sharded, each row on its rank, are computed in the same way and with the same "
+    "Python numbers on every rank. If a number is this rank's own, such as a weight of its batch, use "
+    "torch.tensor(number) instead: beside an ordinary tensor, the parameter is whole, and its gradient is averaged."
+)
+
 AT_REST = "at rest"
 """Kind of a phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
 
@@ -130,6 +136,8 @@ class _OrderState:
     """What followed the last time."""
     last_after: dict[_Past, StepPhase] = field(default_factory=dict)
     """The same, by the forwards that preceded it."""
+    computed: dict[StepPhase, str] = field(default_factory=dict)
+    """How operands of what followed at rest were computed the last time."""
 
     def expects(self, past: _Past) -> StepPhase | str:
         return self.last_after.get(past, self.last)
@@ -229,13 +237,14 @@ class Order:
         self._forward: StepPhase | None = None
         self._past: _Past = ((), 0)
         self._recent: tuple[Series, ...] = ()
+        self._computed = ""  # of the previous phase at rest
         self._strides: dict[tuple[bool, tuple[str, ...]], Series] = {}  # what followed each context
 
     def restart(self) -> None:
         """Allow anything to follow, after a failure that was the same on all ranks."""
         self._next_epoch()
         self._at, self._phase, self._before, self._forward, self._past = self._start, None, None, None, ((), 0)
-        self._recent = ()
+        self._recent, self._computed = (), ""
 
     def revive(self) -> None:
         """Allow anything to follow in a group that was closed, and is connected again."""
@@ -291,12 +300,18 @@ class Order:
             raise self.standstill()
 
     def enter(
-        self, phase: StepPhase, agree: Agree, details: Details = no_details, series: Series | None = None
+        self,
+        phase: StepPhase,
+        agree: Agree,
+        details: Details = no_details,
+        series: Series | None = None,
+        computed: str = "",
     ) -> None:
         """Handle the beginning of a phase.
 
         Args:
             series: Series that the phase is a member of, if any.
+            computed: How the operand of a phase at rest was computed. Of a series, it is the same for all members.
 
         Raises:
             RuntimeError: The phase is new here, or this is a fork, and other ranks are doing something else.
@@ -309,8 +324,10 @@ class Order:
             self._at = self._place(at)
         here = self._at
         is_new = phase not in here.phases
-        if (is_new and not self._continues(series, here)) or (not is_new and self._is_unexpected(phase, here)):
-            self._ask(agree, str(phase), not is_new, details)
+        is_other = computed != (self._computed if is_new else here.computed.get(phase, ""))
+        if is_other or (not self._continues(series, here) if is_new else self._is_unexpected(phase, here)):
+            what = f"{phase}, of {computed}" if computed else str(phase)
+            self._ask(agree, what, not is_new, details, f"{_NUMBERS} {KEPT}." if computed else ADVICE)
         if is_new:
             # The contents of a forward do not depend on what preceded it; those of a backward do.
             before = self._phase if phase.is_backward else self._before if phase.kind == AT_REST else None
@@ -318,6 +335,8 @@ class Order:
                 self._begins[phase, before] = self._place(str(phase))
             here.phases[phase] = self._begins[phase, before]
         here.followed_by(phase, self._past)
+        if phase.kind == AT_REST:
+            self._computed = here.computed[phase] = computed
         self.steps += phase.kind == STEP
         if phase.kind not in (AT_REST, STEP):
             self._phase = phase
@@ -404,7 +423,7 @@ class Order:
         self._places += 1
         return _OrderState(self._places, after)
 
-    def _ask(self, agree: Agree, what: str, is_known: bool, details: Details) -> None:
+    def _ask(self, agree: Agree, what: str, is_known: bool, details: Details, advice: str = ADVICE) -> None:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
@@ -415,7 +434,7 @@ class Order:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(
                 f"This rank reaches {what} after {here.after}{'' if is_known else ', for the first time'}{so_far}. "
-                f"Other ranks are elsewhere: {error} {ADVICE}"
+                f"Other ranks are elsewhere: {error} {advice}"
             ) from None
 
 

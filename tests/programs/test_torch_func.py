@@ -123,14 +123,21 @@ def test_gradients_after_a_read_in_an_eager_forward_are_refused() -> None:
 
 @on_ranks(2, timeout=60)
 def test_functional_call() -> None:
-    """torch.func.functional_call works with the model's own parameters, and raises for others.
-
-    Others are not sharded.
-    """
+    """torch.func.functional_call works with the model's own parameters, with others, and on a part of the model."""
     model, _, alone = both(zoo.Plain, EAGER)
     (batch,) = parity.batches(1)
-    with parity.raises_everywhere(RuntimeError, "'head.weight' was replaced after fully_shard_model"):
-        torch.func.functional_call(model.module, {"head.weight": torch.ones(5, 16)}, (mine(batch),))
+
+    def loss(net: zoo.Plain, x: Tensor) -> Tensor:
+        call, ones = torch.func.functional_call, torch.ones(8, 16)
+        total = call(net, {"head.weight": net.head.weight * 2}, (x,))
+        return total + call(net.head, {"weight": torch.ones(5, 16)}, (x @ ones,)).mean()
+
+    loss(model.module, mine(batch)).backward()
+    for each in batch:
+        (loss(alone, each) / 2).backward()
+    assert_gradients(model, alone)
+    model.zero_grad()
+    alone.zero_grad()
     torch.func.functional_call(model.module, dict(model.module.named_parameters()), (mine(batch),)).backward()
     mean_loss(alone, batch).backward()
     assert_gradients(model, alone)

@@ -225,15 +225,6 @@ def test_nan_reaches_every_rank() -> None:
 
 
 @on_ranks(2, timeout=90)
-def test_functional_call_on_a_part_is_refused() -> None:
-    model, call = parity.shard(parity.build(zoo.Plain), EAGER)
-    head = model.module.head
-    with parity.raises_everywhere(RuntimeError, "'head.weight' was replaced"):
-        torch.func.functional_call(head, {"weight": torch.zeros(5, 16)}, (torch.randn(4, 16),))
-    train_step(call)
-
-
-@on_ranks(2, timeout=90)
 def test_double_backward_is_refused() -> None:
     _model, call = parity.shard(parity.build(zoo.Plain), EAGER)
     with parity.raises_everywhere(RuntimeError, "create_graph=True"):

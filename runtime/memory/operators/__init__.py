@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from ... import compat
+from ..computed import computing, note
 from ..dispatched import Dispatched, dispatching
 from ..tensor import RowShardedTensor, UnreducedGradient
 from . import elementwise, mixed, random, reductions, row_by_row, unreduced, whole
-from .arguments import is_of_shape, note_origin, refuse_packed
+from .arguments import how_computed, is_of_shape, note_origin, refuse_packed
 from .elementwise import like_rows
 
 __all__ = ["like_rows"]
@@ -41,6 +42,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_inference_mode_enabled() and compat.is_composite(func):  # elsewhere, autograd decomposes it
         with dispatching():
             return func.decompose(*args, **kwargs)
+    if not (text := how_computed(func, args, kwargs, leaves)):
+        return _compute(func, args, kwargs, leaves)
+    with computing(text):
+        result = _compute(func, args, kwargs, leaves)
+    note(text, result)
+    return result
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
     if not any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
         return whole.compute(func, args, kwargs)
     for compute in (*_TIERS, whole.compute):
@@ -53,3 +63,4 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 Dispatched.call = staticmethod(mixed.call)
 Dispatched.dispatch = staticmethod(_dispatch)
+compat.convert_arguments_of_functions(mixed.argument_of)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import compat
+from .. import computed
 from ..tensor import RowShardedTensor, before_write, hooks_of_parameters, keep
 
 aten = torch.ops.aten
@@ -74,6 +75,24 @@ def note_origin(func: Any, sources: Sequence[Tensor], result: Any) -> None:
     if all(tensor.is_of_parameter for tensor in rows) and not is_of_shape(func):
         for made in rows_among(result):
             made.computed_from(rows[0])
+
+
+def how_computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Tensor]) -> str:
+    """Return how an operator computes from parameters, for ranks to compare; "" if they need not.
+
+    They compare functions of parameters and, while autograd records, of these and others, but no writes to parameters,
+    gradients or an optimizer's state.
+    """
+    are_known = [bool(computed.text_of(t)) or getattr(t, "is_of_parameter", False) for t in leaves]
+    if not torch.is_grad_enabled():
+        rows = [t for t in leaves if isinstance(t, RowShardedTensor)]
+        if compat.in_backward() or not all(t.is_of_parameter for t in rows):
+            return ""
+    if not any(are_known):
+        return ""
+    if any(isinstance(t, DTensor) and getattr(t, "backing", ()) for t in written_to(func, args, kwargs)):
+        return ""
+    return computed.describe(func._schema.name.removeprefix("aten::"), args, kwargs)
 
 
 def dims_of(dim: Any, ndim: int) -> tuple[int, ...] | None:
@@ -151,8 +170,22 @@ def tensors_are_own() -> bool:
 
 
 def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
-    """Raise if a hook or a function in backward combines rows with an ordinary tensor, which is this rank's own."""
-    if not isinstance(value, DTensor) and tensors_are_own():
+    """Raise if a hook or a function in backward, or what a transform runs, combines rows with an ordinary tensor.
+
+    It is this rank's own.
+    """
+    if isinstance(value, DTensor):
+        return
+    if compat.is_called_by_transform():
+        raise RuntimeError(
+            f"A transform of torch.func (grad, vjp, jacrev, vmap) over {rows.row_split.name!r}, of which this is one "
+            f"rank's shard, combines it with an ordinary tensor of shape {tuple(value.shape)}, which is this rank's "
+            "own. Pass parameter.full_tensor() to the transform, which is the whole tensor; its gradient is averaged "
+            "over ranks."
+        )
+    # Of what is sharded, autograd's own gradients are sharded or replicated; others were passed to backward().
+    is_passed = rows.is_of_parameter and value.numel() > 1 and value.is_floating_point()
+    if (is_passed and compat.in_backward() and compat.is_called_by_autograd()) or tensors_are_own():
         raise RuntimeError(
             f"{func} in backward combines {rows.row_split.name!r}, of which this is one rank's shard, with an ordinary "
             f"tensor of shape {tuple(value.shape)}: rows of different ranks would be combined with values of different "

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from ... import compat
 from ...geometry.partition import whole_tensor
 from ...geometry.topology import Group, Topology
+from ..computed import computing, text_of
 from ..redistribute import all_gather_rows, note_received, take_rows
 from ..replicated import ReplicatedTensor, RowView
 from ..tensor import RowShardedTensor
@@ -42,11 +43,12 @@ def whole_of(tensor: Tensor, what: Any, over: Topology | None = None, other_rows
             is communicated.
     """
     if isinstance(tensor, RowShardedTensor):
-        values = (
-            all_gather_rows(tensor._local_tensor, tensor.row_split, tensor.topology, str(what))
-            if other_rows_count
-            else _own_rows(tensor)
-        )
+        with computing(text_of(tensor)):  # what follows is computed from all rows on each rank
+            values = (
+                all_gather_rows(tensor._local_tensor, tensor.row_split, tensor.topology, str(what))
+                if other_rows_count
+                else _own_rows(tensor)
+            )
         if values.stride() != tensor.stride() and 0 not in tensor.stride():
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device).copy_(
                 values

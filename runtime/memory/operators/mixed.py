@@ -25,7 +25,7 @@ from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
 from .arguments import leaves_of, refuse_packed, refuse_write_of_own, tensors_are_own
 from .elementwise import is_list_of_tensors
-from .whole import makes_ordinary
+from .whole import NeedsWhole, makes_ordinary, repeated_on_whole
 
 _READ_NO_VALUES = {
     "__get__",
@@ -48,6 +48,7 @@ _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
+    writes = None
     if name not in _READ_NO_VALUES and (len(args) != 1 or kwargs or not isinstance(args[0], RowShardedTensor)):
         writes = kwargs.get("out")
         if writes is None and _is_write(name):
@@ -64,6 +65,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Autograd sets attributes of views that were written to while it holds a lock that a new node would need.
     if torch.is_grad_enabled() and name != "__set__":
         args, kwargs = compat.tree_map_only(ReplicatedTensor, lambda t: t.averaged, (args, kwargs))
+        if writes is None:
+            try:
+                with repeated_on_whole():
+                    return run_operators(func, args, kwargs)
+            except NeedsWhole as needed:
+                return _on_whole(func, name, args, kwargs, needed.view_of)
     return run_operators(func, args, kwargs)
 
 
@@ -93,10 +100,13 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return rows.is_of_parameter or (torch.is_grad_enabled() and tensor.requires_grad)
 
 
-def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _on_whole(func: Any, name: str, args: Any, kwargs: Any, view_of: str = "") -> Any:
     """Call a function with whole parameters. The result is this rank's own.
 
     It is an ordinary tensor; for numbers, indices and masks, which torch's DTensors can be combined with, a DTensor.
+
+    Args:
+        view_of: The parameter that the result holds values of a view of; "": it is none.
     """
     lists = [a for a in args if is_list_of_tensors(a)]
     if name.startswith("_foreach_") and lists and (count := len(lists[0])) > 1:  # others of a list may be no parameters
@@ -106,21 +116,34 @@ def _on_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return None if each[0] is None else type(each[0])(one for result in each for one in result)
     tensors = leaves_of(args, kwargs)
     refuse_packed(name, tensors, {})
-    wholes = {id(t): _whole(t, name) for t in tensors if isinstance(t, Dispatched)}
+    wholes = {id(t): t.unsharded(name) for t in tensors if isinstance(t, Dispatched)}
     args, kwargs = compat.tree_map_only(Dispatched, lambda t: wholes[id(t)], (args, kwargs))
     result = func(*args, **kwargs)
-    if any(makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)):
+    if compat.in_function_transform() or any(
+        makes_ordinary(t, beside_rows=True) for t in tensors if not isinstance(t, DTensor)
+    ):
         return result
     mesh = next(t.device_mesh for t in tensors if isinstance(t, Dispatched))
     written = {id(t) for t in tensors}
-    return compat.tree_map_only(Tensor, lambda t: t if id(t) in written else own_of_rank(t, mesh), result)
+    return compat.tree_map_only(Tensor, lambda t: t if id(t) in written else own_of_rank(t, mesh, view_of), result)
 
 
-def _whole(tensor: Dispatched, name: str) -> Tensor:
-    if isinstance(tensor, RowShardedTensor):
-        return tensor.unsharded(name)
-    assert isinstance(tensor, ReplicatedTensor)
-    return tensor.unsharded()
+def argument_of(function: type, value: Any) -> Any:
+    """Return what an autograd function gets for an argument: the whole of what was computed from a parameter.
+
+    Its forward and backward run below autograd, and may combine rows with tensors of this rank: gradients of the whole
+    are averaged. Functions of torch and of this package that are passed through know what they get.
+    """
+    if (
+        isinstance(value, Dispatched)
+        and not function.__module__.startswith(_PASS_THROUGH)
+        and (isinstance(value, ReplicatedTensor) or _is_of_parameter(value))
+    ):
+        return value.unsharded(f"{function.__name__}.apply")
+    return value
+
+
+_PASS_THROUGH = (__package__.partition(".")[0], "torch._", "torch.distributed.tensor", "torch.utils.checkpoint")
 
 
 def _check_write(func: Any, writes: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

@@ -74,6 +74,8 @@ _OVER_DIMS = {
 """Operators that treat indices of every dimension but those of their argument ``dim`` (or ``dims``) alike."""
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension")
+_PARTS = {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+"""Operators whose results are parts; of parameters, each rank may take another one."""
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -87,7 +89,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if func in _RESHAPES:
         return _reshaped(func, first, *args[1:])
-    if func._schema.name not in _OVER_DIMS:
+    if func._schema.name not in _OVER_DIMS or (func in _PARTS and first.is_of_parameter):
         return NotImplemented
     named = by_name(func, args, kwargs)
     skipped = first.ndim - first._local_tensor.ndim

@@ -5,7 +5,9 @@ Writes to a sharded tensor, or to a view of it, go to a whole copy, of which eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,48 @@ from .gather import whole_of
 aten = torch.ops.aten
 
 
+class NeedsWhole(Exception):
+    """A function whose gradient autograd records needs whole parameters.
+
+    Args:
+        view_of: The parameter, if the result is a view of it; "": it is none.
+    """
+
+    def __init__(self, view_of: str) -> None:
+        super().__init__()
+        self.view_of = view_of
+
+
+class _Functions(threading.local):
+    are_repeated = False
+
+
+_functions = _Functions()
+
+
+@contextlib.contextmanager
+def repeated_on_whole() -> Iterator[None]:
+    """Context of a function that is called again, with whole parameters, if it raises :class:`NeedsWhole`."""
+    before, _functions.are_repeated = _functions.are_repeated, True
+    try:
+        yield
+    finally:
+        _functions.are_repeated = before
+
+
+def _check_repeated(tensors: Sequence[Any], is_view: bool) -> None:
+    """Raise :class:`NeedsWhole` if autograd records what an operator computes from tensors that are sharded.
+
+    Each rank then takes its gradient of the whole parameter: what is taken of it (``p[label]``, ``p[:n]``) may differ
+    between ranks, and the mean over ranks of gradients of results would not be that of the parameter.
+    """
+    if not _functions.are_repeated or not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if isinstance(tensor, (RowShardedTensor, RowView)) and tensor.requires_grad:
+            raise NeedsWhole(_base(tensor).row_split.name if is_view else "")  # type: ignore[attr-defined]
+
+
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view and isinstance(args[0], (RowShardedTensor, RowView)):
         return _view(func, *args, **kwargs)
@@ -35,6 +79,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _each_alone(func, args, kwargs)
     tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
     spread = [t for t in tensors if isinstance(t, (RowShardedTensor, RowView))]
+    _check_repeated(spread, func.is_view)
     _check(func, args, kwargs, spread, writes)
     if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
         return _by_torch(func, args, kwargs, tensors)
@@ -171,6 +216,7 @@ _TAKE_VALUES = {aten.index_put_.default, aten.index_put.default, aten._index_put
 
 
 def _view(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    _check_repeated([tensor], is_view=True)
     base, steps = (tensor.base, tensor.steps) if isinstance(tensor, RowView) else (tensor, ())
     made = func(tensor.outline if isinstance(tensor, RowShardedTensor) else tensor.of(base.outline), *args, **kwargs)
     averaging = averaging_of(tensor, [tensor])

@@ -67,6 +67,26 @@ def _in_place(m: Any, y: Tensor) -> Tensor:
     return y.mul_(m.center.exp())
 
 
+class _Fused(torch.autograd.Function):
+    """A loss that computes gradients in forward, in a tensor like the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        error, gradient = y @ weight.t() + bias, torch.zeros_like(weight)
+        gradient += 2 * error.t() @ y
+        ctx.save_for_backward(2 * error, gradient, weight)
+        return error.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        error, gradient, weight = ctx.saved_tensors
+        return factor * error @ weight, factor * gradient, factor * error.sum(0)
+
+
+def _labels(x: Tensor) -> list[int]:
+    return [1 + int(each) for each in _kind(x)]
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "tasks": lambda m, y, x: (
         (torch.exp(-m.weights) * torch.stack([y.square().mean(), y.abs().mean()])).sum() + m.weights.sum()
@@ -102,11 +122,22 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     ),
     "in place": lambda m, y, x: _in_place(m, y).square().mean(),
     "vmap": lambda m, y, x: torch.func.vmap(lambda row: (row * m.center).sum())(y).square().mean(),
+    "mapped": lambda m, y, x: torch.func.vmap(lambda row: (row * m.classes[1] * m.center.norm()).sum())(y).exp().mean(),
     "derivative": lambda m, y, x: torch.func.grad(lambda z: (z * m.center).square().sum())(y).mean(),
     "buffer": lambda m, y, x: _buffer(m, y).sum().sin(),
     "own number": lambda m, y, x: (
         (m.classes * x.abs().mean()).square().sum() + (m.center * (m.center.norm() * x.abs().mean())).sum()
     ),
+    "labels": lambda m, y, x: (
+        sum(m.classes[label].square().sum() for label in _labels(x))
+        + m.classes[: _labels(x)[0]].pow(3).sum()
+        + m.classes[:, _labels(x)[0] - 1].exp().sum()
+        + m.classes.roll(_labels(x)[1], 0)[0].sum()
+        + x.abs().mean().item() * (m.center.norm() * m.weights.sum() ** 2).exp()
+        + y.mean()
+    ),
+    "custom": lambda m, y, x: _Fused.apply(y, m.classes * 0.5, m.classes[:, 0]),
+    "functional call": lambda m, y, x: torch.func.functional_call(m.enter, {"bias": m.enter.bias * 2}, (x,)).sum(),
     "target": lambda m, y, x: F.kl_div(y.log_softmax(1), (y.detach() + m.center).softmax(1), reduction="batchmean"),
     "penalties": lambda m, y, x: (
         y.mean() + x.abs().mean() * m.classes.square().sum() + sum(p.square().sum() for p in m.parameters())
@@ -251,6 +282,43 @@ def test_a_use_on_one_rank_is_an_error() -> None:
     with raises_everywhere(RuntimeError, "mul of 'center'"):
         loss = (y * model.module.center).sum() if dist.get_rank() == 0 else y.sum()
         loss.backward()
+
+
+@needs_dispatch
+@on_ranks(2, timeout=60)
+def test_numbers_of_one_rank() -> None:
+    """Shards that ranks multiply by different Python numbers, now or later, are no sum of anything."""
+    model, rank = fully_shard_model(Net(), fsdp_unit_modules=[nn.Linear]), dist.get_rank()
+    for compute, number in (
+        (lambda p, n: (p * n).square().sum(), 0.5),
+        (lambda p, n: (p * (n * model.module.weights.norm())).sum(), 0.5),
+        (lambda p, n: torch.where(p > n, p, 0.0).sum(), 0.5),
+        (lambda p, n: (p**n).full_tensor().sum(), 2),
+    ):
+        for _ in range(2):
+            compute(model.module.classes, number).backward()
+        with raises_everywhere(RuntimeError, "'classes'"):
+            compute(model.module.classes, number + rank).backward()
+        model.reset()
+    with raises_everywhere(RuntimeError, "torch.tensor(number)", "mul(parameter, "):
+        (model.module.classes * (0.1 + rank)).sum()
+
+
+@needs_dispatch
+@on_ranks(2)
+def test_transforms_and_derivatives_of_shards() -> None:
+    """They hide shards from functions, and would combine rows of different ranks with tensors of different ranks."""
+    model, own = fully_shard_model(Net(), fsdp_unit_modules=[nn.Linear]), torch.randn(5, 4)
+    classes = model.module.classes
+    for compute in (
+        lambda: torch.func.grad(lambda p: (p * own).square().sum())(classes),
+        lambda: torch.func.vjp(torch.exp, classes.detach())[1](own),
+        lambda: torch.func.vmap(lambda p: (p * own[0]).sum())(classes),
+    ):
+        with raises_everywhere(RuntimeError, "'classes'", "full_tensor()"):
+            compute()
+    with raises_everywhere(RuntimeError, "'classes'", "full_tensor()"):
+        classes.exp().backward(gradient=own)
 
 
 @on_ranks(2)
