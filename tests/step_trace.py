@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import fsdp2, fully_shard_model, passes, runtime
+from mfsdp_compile.runtime import compat
 
 LAYERS, FOLLOWED = 6, 3
 """How many units the model has, and which is followed: there are units to prefetch on both sides of it."""
@@ -96,7 +97,7 @@ def runs(calls: Sequence[Call]) -> list[list[Call]]:
     return [list(group) for _, group in groupby(calls, key=lambda call: (call.phase, call.file))]
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(compat.Function):
     """Stands before or after a unit, and says when forward or backward gets there."""
 
     @staticmethod

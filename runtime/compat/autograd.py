@@ -16,6 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = [
+    "Function",
     "GradientRequest",
     "Uncaptured",
     "backward_id",
@@ -25,7 +26,6 @@ __all__ = [
     "counts_tensors",
     "hook_saved_tensors",
     "in_backward",
-    "in_function_transform",
     "on_backward_end",
     "profiler_runs",
     "refuses_saved_tensor_hooks",
@@ -41,9 +41,6 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
 
-in_function_transform = torch._C._are_functorch_transforms_active
-"""Returns whether a transform of ``torch.func`` runs."""
-
 _execution_engine = torch.autograd.Variable._execution_engine
 
 
@@ -56,7 +53,13 @@ backward_id = _current_graph_task_id
 """Returns a number that is the same throughout one backward pass; -1 outside of any."""
 
 
-class Uncaptured(torch.autograd.Function):
+class Function(torch.autograd.Function):
+    """A function of this package, which gets its arguments as they are; see :func:`convert_arguments_of_functions`."""
+
+    apply = classmethod(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined,assignment]
+
+
+class Uncaptured(Function):
     """A function whose backward has effects that compiled autograd would lose: it refuses to be captured.
 
     Compiled autograd asks all nodes of a backward for their keys before it runs any.

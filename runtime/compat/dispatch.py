@@ -29,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "in_call_of",
+    "in_function_transform",
     "in_functional_call",
     "in_recomputation",
     "is_called_by_autograd",
@@ -109,14 +110,17 @@ def in_call_of(modules: Collection[nn.Module]) -> bool:
 _TRANSFORMS = ("torch._functorch.eager_transforms", "torch._functorch.vmap")
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs in this thread."""
+    return any(frame.f_globals.get("__name__") in _TRANSFORMS for frame in frames())
+
+
 def is_called_by_transform() -> bool:
     """Whether the running operator is one on what a transform of ``torch.func`` has wrapped.
 
     The wrappers hide ``__torch_function__`` of what they wrap, so that the first thing to see it is this operator.
     """
-    return torch._C._is_torch_function_enabled() and any(
-        frame.f_globals.get("__name__") in _TRANSFORMS for frame in frames()
-    )
+    return torch._C._is_torch_function_enabled() and in_function_transform()
 
 
 _STATELESS_FILE = torch.nn.utils.stateless.__file__

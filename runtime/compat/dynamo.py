@@ -17,12 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    TorchDynamoException,
-    Unsupported,
-    exceptions_allowed_to_be_fallback,
-)
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
 from torch._dynamo.utils import get_compilation_metrics as compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -506,5 +501,6 @@ def is_caught_by_dynamo(error: BaseException) -> bool:
     """Whether Dynamo catches an error of a backend: it traces the frame again, or runs it without the backend."""
     if isinstance(error, BackendCompilerFailed):
         return bool(torch._dynamo.config.suppress_errors)
-    caught = isinstance(error, (TorchDynamoException, *exceptions_allowed_to_be_fallback))
-    return caught or (isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors))
+    if isinstance(error, TorchDynamoException) or type(error).__module__ == FakeTensor.__module__:
+        return True
+    return isinstance(error, Exception) and bool(torch._dynamo.config.suppress_errors)

@@ -267,7 +267,7 @@ class Parameters:
             self._reducing.written(handle.bucket).offer(param, handle.index)
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(compat.Function):
     """Puts gathered parameters in place of their anchors."""
 
     @staticmethod

@@ -256,7 +256,7 @@ class RowView(ReplicatedTensor):
         return f"RowView({self.base.row_split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class _ToOrdinary(torch.autograd.Function):
+class _ToOrdinary(compat.Function):
     @staticmethod
     def forward(ctx: Any, value: ReplicatedTensor) -> Tensor:
         ctx.mesh = value.device_mesh
@@ -269,7 +269,7 @@ class _ToOrdinary(torch.autograd.Function):
         return _FromOrdinary.apply(gradient, ctx.mesh)
 
 
-class _FromOrdinary(torch.autograd.Function):
+class _FromOrdinary(compat.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
         return ReplicatedTensor.wrap(value, mesh)
@@ -295,7 +295,7 @@ class _Average(compat.Uncaptured):
         return _Mean.apply(gradient, ctx.mesh, ctx.averaging), None
 
 
-class _Mean(torch.autograd.Function):
+class _Mean(compat.Function):
     """The mean over ranks. Its backward is the same operation."""
 
     @staticmethod

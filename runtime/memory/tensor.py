@@ -470,7 +470,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return out
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(compat.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -481,7 +481,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(compat.Function):
     """The whole tensor. In backward, each rank takes its rows of the mean of all ranks' gradients."""
 
     @staticmethod
@@ -498,7 +498,7 @@ class _Whole(torch.autograd.Function):
         return RowShardedTensor.wrap(take_rows(gradient, split, topology.shard).clone(), split, topology), None
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(compat.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RowShardedTensor) -> Tensor:
         ctx.of = tensor.row_split, tensor.topology
