@@ -176,7 +176,7 @@ def test_calls_of_transforms_and_functional_call_are_seen() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with Asks():
-        y = x.exp()
+        x.exp()
         assert seen.pop() == (False, False, False)
         torch.func.vmap(torch.exp)(x.detach())
         assert seen.pop()[0]
