@@ -41,8 +41,12 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
 
-in_function_transform = torch._C._are_functorch_transforms_active
-"""Returns whether a transform of ``torch.func`` runs."""
+
+def in_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs."""
+    with below_function_transforms() as transforms:
+        return bool(transforms)
+
 
 _execution_engine = torch.autograd.Variable._execution_engine
 
