@@ -166,6 +166,47 @@ def test_below_transforms_nothing_is_wrapped() -> None:
     assert not compat.refuses_saved_tensor_hooks(RuntimeError("saved tensors"))
 
 
+def test_calls_of_transforms_and_functional_call_are_seen() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Asks(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((compat.is_called_by_transform(), compat.in_functional_call(), compat.is_called_by_autograd()))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Asks():
+        x.exp()
+        assert seen.pop() == (False, False, False)
+        torch.func.vmap(torch.exp)(x.detach())
+        assert seen.pop()[0]
+        torch.func.functional_call(nn.Tanh(), {}, (x,))
+        assert seen.pop()[1]
+    assert not compat.in_function_transform()
+    assert torch.func.vmap(lambda x: x * compat.in_function_transform())(x.detach()).all()
+
+
+def test_arguments_of_functions_are_converted() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradient, None
+
+    before = torch.autograd.Function.__dict__["apply"]
+    try:
+        compat.convert_arguments_of_functions(lambda cls, a: a + 1 if cls is Twice and isinstance(a, float) else a)
+        assert torch.equal(Twice.apply(torch.ones(2, requires_grad=True), 1.0), torch.full((2,), 2.0))
+    finally:
+        torch.autograd.Function.apply = before
+    compiled = torch.compile(lambda x: Twice.apply(x, 3.0), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 3.0))
+    torch._dynamo.reset()
+
+
 def test_bits_are_compared() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8):
         one = torch.tensor([1, 0, 3], dtype=dtype)
