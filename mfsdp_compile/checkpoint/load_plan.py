@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.partition import own_rows
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.wrapper import MegatronFSDP
 
@@ -223,7 +224,7 @@ class LoadPlan:
 
 
 def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = own_rows(tensor) if isinstance(tensor, DTensor) else tensor
     return local.data_ptr(), tuple(local.shape)
 
 

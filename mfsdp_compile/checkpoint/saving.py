@@ -159,7 +159,7 @@ def _staged(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_staged(held, copied) for held in value)
     if isinstance(value, RowShardedTensor):
-        return RowShardedTensor.wrap(_staged(value.to_local().detach(), copied), value.row_split, value.topology)
+        return RowShardedTensor.wrap(_staged(value.rows().detach(), copied), value.row_split, value.topology)
     if isinstance(value, Tensor):
         return copied(value.detach())
     return value

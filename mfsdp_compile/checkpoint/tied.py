@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mfsdp_compile.runtime.geometry.partition import own_rows
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
 from .errors import CheckpointError
@@ -39,14 +40,14 @@ def memory_beside(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return new memory for this rank's part of a tensor."""
     if not isinstance(tensor, RowShardedTensor):
         return torch.empty_like(tensor.detach(), dtype=dtype)
-    local = torch.empty_like(tensor.to_local().detach(), dtype=dtype)
+    local = torch.empty_like(tensor.rows().detach(), dtype=dtype)
     return RowShardedTensor.wrap(local, tensor.row_split, tensor.topology)
 
 
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
-    mine, its = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    mine, its = (own_rows(value) if isinstance(value, DTensor) else value for value in (one, other))
     if mine.shape != its.shape or mine.dtype != its.dtype:
         return False
     return torch.equal(*(value.detach().contiguous().view(-1).view(torch.uint8) for value in (mine, its)))

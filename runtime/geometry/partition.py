@@ -174,8 +174,14 @@ def model_ranks(mesh: DeviceMesh, partitions: Iterable[Partition]) -> tuple[int,
 
 def local_part(param: Tensor) -> Tensor:
     """Return this rank's part of a parameter, an ordinary tensor without autograd."""
-    part = param.to_local() if isinstance(param, DTensor) else param
+    part = own_rows(param) if isinstance(param, DTensor) else param
     return extension.plain(compat.transformer_engine.plain(compat.torchao.plain(part))).detach()
+
+
+def own_rows(tensor: DTensor) -> Tensor:
+    """Return this rank's part for a use that ends at once: nobody keeps it."""
+    rows: Tensor = tensor.rows() if hasattr(tensor, "rows") else tensor.to_local()
+    return rows
 
 
 def local_shape(param: Tensor) -> torch.Size:

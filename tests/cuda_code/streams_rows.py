@@ -246,7 +246,7 @@ def train(row: Row, mode: str, after_first_step: Callable[[], object] = lambda: 
     if row.then is not None:
         after = [digest(tensor) for tensor in row.then(model, optimizer)]
         losses.append(step(torch.ones(6, 8), True).detach())
-    shards = [param.to_local().detach() for param in model.parameters()]
+    shards = [param._local_tensor.detach() for param in model.parameters()]
     return [*after, *(digest(tensor) for tensor in (*losses, *shards))]
 
 

@@ -16,6 +16,7 @@ NOT_OURS = tuple(f"mfsdp_compile/{name}" for name in ("demo", "examples", "model
 
 PASSED_ON = {
     "mfsdp_compile/backend/region_graphs.py",
+    "mfsdp_compile/checkpoint/checkpoints.py",
     "mfsdp_compile/checkpoint/dcp_reader.py",
     "mfsdp_compile/checkpoint/loading.py",
     "mfsdp_compile/checkpoint/optimizer_plan.py",

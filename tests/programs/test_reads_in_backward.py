@@ -282,21 +282,20 @@ def test_shards_do_not_mix_with_a_ranks_own_values_in_backward() -> None:
 @on_ranks(2, timeout=60)
 def test_shards_do_not_mix_with_the_gradients_of_a_function() -> None:
     class Scaled(torch.autograd.Function):
-        """Reads a shard that it has kept, and multiplies it with a sum over this rank's gradients."""
+        """Reads a shard that it was not passed, and multiplies it with a sum over this rank's gradients."""
 
         @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.weight = weight
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x * 2
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-            return gradient * (ctx.weight.detach() * gradient.sum()).sum().full_tensor(), None
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * (weight.detach() * gradient.sum()).sum().full_tensor()
 
     net = Net("none")
     model = fully_shard_model(net, fsdp_unit_modules=[Block])
     weight = dict(net.named_parameters())["blocks.0.linear.weight"]
-    net.head.register_forward_pre_hook(lambda _, args: (Scaled.apply(args[0], weight.detach()),))
+    net.head.register_forward_pre_hook(lambda _, args: (Scaled.apply(args[0]),))
     with parity.raises_everywhere(RuntimeError, "with an ordinary tensor of shape ()"):
         model(torch.ones(2, SIZE) * (1 + dist.get_rank())).sum().backward()
 

@@ -219,6 +219,7 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
         assert time.monotonic() < begun + SECONDS
         release(folder)
     dist.barrier()
+    other.reset()  # later tests use the default group
 
 
 @on_ranks(2, timeout=120)
