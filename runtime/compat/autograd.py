@@ -56,7 +56,7 @@ backward_id = _current_graph_task_id
 class Function(torch.autograd.Function):
     """A function of this package, which gets its arguments as they are; see :func:`convert_arguments_of_functions`."""
 
-    apply = classmethod(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined,assignment]
+    apply: Any = classmethod(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
 
 
 class Uncaptured(Function):
