@@ -4,8 +4,8 @@ Supported: torch 2.11 to 2.15. Symbols imported at the top of these modules are 
 torch lacks one of them, the import fails and names the symbol, instead of a failure in the middle of a training step.
 Symbols of the compiler are imported inside the functions that use them, because importing Inductor takes seconds that
 eager users should not pay for. Each function has a test in ``tests/runtime/compat/test_compat.py``. Nothing in torch is
-monkeypatched, but :mod:`.gloo` overrides three of its CPU kernels, two of them at import, and :mod:`.aot` changes a
-list of operators while a graph is partitioned.
+monkeypatched, but :mod:`.gloo` overrides three of its CPU kernels, two of them at import, :mod:`.autograd` wraps
+``torch.autograd.Function.apply``, and :mod:`.aot` changes a list of operators while a graph is partitioned.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ try:
     from .dispatch import *
     from .distributed import *
     from .dynamo import *
+    from .frames import *
     from .gloo import *
     from .inductor import *
     from .nccl import *
