@@ -160,6 +160,14 @@ def refuse_write_of_own(func: Any, rows: Tensor, value: Tensor) -> NoReturn:
     )
 
 
+def refuse_transform(rows: RowShardedTensor, why: str) -> NoReturn:
+    raise RuntimeError(
+        f"A transform of torch.func (grad, vjp, jacrev, vmap) over {rows.row_split.name!r}, of which this is one "
+        f"rank's shard, {why}: that may be this rank's own. Pass parameter.full_tensor() to the transform, which is "
+        "the whole tensor; its gradient is averaged over ranks."
+    )
+
+
 def tensors_are_own() -> bool:
     """Whether ordinary tensors may have other values on other ranks: in hooks and functions that a backward calls.
 
@@ -177,12 +185,7 @@ def refuse_own_values(func: Any, value: Tensor, rows: RowShardedTensor) -> None:
     if isinstance(value, DTensor):
         return
     if compat.is_called_by_transform():
-        raise RuntimeError(
-            f"A transform of torch.func (grad, vjp, jacrev, vmap) over {rows.row_split.name!r}, of which this is one "
-            f"rank's shard, combines it with an ordinary tensor of shape {tuple(value.shape)}, which is this rank's "
-            "own. Pass parameter.full_tensor() to the transform, which is the whole tensor; its gradient is averaged "
-            "over ranks."
-        )
+        refuse_transform(rows, f"combines it with an ordinary tensor of shape {tuple(value.shape)}")
     # Of what is sharded, autograd's own gradients are sharded or replicated; others were passed to backward().
     is_passed = rows.is_of_parameter and value.numel() > 1 and value.is_floating_point()
     if (is_passed and compat.in_backward() and compat.is_called_by_autograd()) or tensors_are_own():

@@ -19,7 +19,7 @@ from ..averaging import Reduction
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, is_own, replicate
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse, refuse_own_values, tensors_are_own, written_to
+from .arguments import leaves_of, refuse, refuse_own_values, refuse_transform, tensors_are_own, written_to
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
@@ -61,11 +61,15 @@ def _check_repeated(tensors: Sequence[Any], is_view: bool) -> None:
     Each rank then takes its gradient of the whole parameter: what is taken of it (``p[label]``, ``p[:n]``) may differ
     between ranks, and the mean over ranks of gradients of results would not be that of the parameter.
     """
-    if not _functions.are_repeated or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return
     for tensor in tensors:
         if isinstance(tensor, (RowShardedTensor, RowView)) and tensor.requires_grad:
-            raise NeedsWhole(_base(tensor).row_split.name if is_view else "")  # type: ignore[attr-defined]
+            base: Any = _base(tensor)
+            if _functions.are_repeated:
+                raise NeedsWhole(base.row_split.name if is_view else "")
+            if compat.is_called_by_transform():
+                refuse_transform(base, "takes something of all of it")
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -314,6 +314,7 @@ def test_transforms_and_derivatives_of_shards() -> None:
         lambda: torch.func.grad(lambda p: (p * own).square().sum())(classes),
         lambda: torch.func.vjp(torch.exp, classes.detach())[1](own),
         lambda: torch.func.vmap(lambda p: (p * own[0]).sum())(classes),
+        lambda: torch.func.vmap(lambda p: p[dist.get_rank()].exp())(classes),
     ):
         with raises_everywhere(RuntimeError, "'classes'", "full_tensor()"):
             compute()
