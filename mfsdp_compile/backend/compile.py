@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,9 @@ def _hold_all(buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool
 
 @torch.compiler.disable  # Dynamo would compile it, and call it for that: a compiled function can call backward()
 def _dynamo_begins(args: Any) -> None:
-    compat.check_before_tracing(mfsdp, CompileOptions.of)  # a mistake costs no time in Dynamo
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the backend gives them
+        compat.check_before_tracing(mfsdp, CompileOptions.of)  # a mistake costs no time in Dynamo
     if not any_exists():
         return
     if args.callback_trigger.name == "LAZY_BACKWARD":
