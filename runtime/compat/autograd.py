@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -53,10 +54,14 @@ backward_id = _current_graph_task_id
 """Returns a number that is the same throughout one backward pass; -1 outside of any."""
 
 
+# A function of Python's in torch 2.13, one of C in 2.15.
+_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
+
+
 class Function(torch.autograd.Function):
     """A function of this package, which gets its arguments as they are; see :func:`convert_arguments_of_functions`."""
 
-    apply: Any = classmethod(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
+    apply: Any = _apply
 
 
 class Uncaptured(Function):
@@ -79,11 +84,11 @@ def convert_arguments_of_functions(convert: Callable[[type, Any], Any]) -> None:
 
     They are the only functions of tensors that ask no tensor (``__torch_function__``) and no mode.
     """
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    @functools.wraps(apply)
+    @functools.wraps(torch.autograd.Function.apply)
     def converting(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, *[convert(cls, a) for a in args], **{k: convert(cls, v) for k, v in kwargs.items()})
+        apply = _apply.__get__(None, cls)
+        return apply(*[convert(cls, a) for a in args], **{k: convert(cls, v) for k, v in kwargs.items()})
 
     torch.autograd.Function.apply = classmethod(converting)  # type: ignore[assignment,method-assign]
 
