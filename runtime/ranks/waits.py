@@ -106,6 +106,7 @@ class Waits:
             "what": asked.shown,
             "after": order.latest if order is not None else "",
             "line": program_line(asked.thread) or (program_line(order.thread) if order is not None else None),
+            "group": asked.group,
             "place": asked.place,
             "visit": asked.visit,
             "is last resort": asked.is_last_resort,

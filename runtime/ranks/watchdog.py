@@ -369,7 +369,7 @@ class Watchdog:
             wait = None if is_past or is_elsewhere else _other_wait(live, ask)
             if not (is_past or is_elsewhere or wait) or self._waits.was_asked(ask):
                 continue  # read last: this rank was asked before it could begin more
-            order = self._order_with(live, ask["rank"])
+            order = self._order_with(live, ask)
             text = notices.diverged(ask, _here(order, mine, wait)) + notices.other_steps(ask, order)
             failed = found(store, key_of(order.group, "failed")) if order is not None else None
             if order is not None and failed is not None and failed["epoch"] == order.epoch:  # that is the cause
@@ -441,14 +441,19 @@ class Watchdog:
         told = notices.come_so_far(order) | {"group": name, "line": program_line(order.thread)}
         notices.publish(store, order.group, "rest", told)
 
-    def _order_with(self, live: Collection[Order], rank: int) -> Order | None:
-        """Return the order in which this rank waits, of those that it has with another rank: that which moved last.
+    def _order_with(self, live: Collection[Order], ask: Notice) -> Order | None:
+        """Return the order in which this rank and one that asks wait for each other.
 
-        The model that has taken the most steps may be one that the program no longer uses.
+        It is that of the group that asks, if models have one. Otherwise it is, of those that both ranks have, the one
+        that moved last: the model that has taken the most steps may be one that the program no longer uses.
         """
         known = compat.known_groups()
-        shared = [each for each in live if each.stalled is None and rank in known.get(each.group, ())]
-        return max(shared, key=lambda order: (self._moved.get(order, 0.0), order.steps), default=None)
+        shared = [each for each in live if each.stalled is None and ask["rank"] in known.get(each.group, ())]
+        return max(
+            shared,
+            key=lambda order: (order.group == ask["group"], self._moved.get(order, 0.0), order.steps),
+            default=None,
+        )
 
     def _conclude(
         self, live: Watching, order: Order | None, keys: set[str], text: str, rank: int, more: set[str]

@@ -152,6 +152,7 @@ def test_groups_that_no_model_has() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)this one.*the other|the other.*this one"):
         agree(groups[dist.get_rank()], ("this one", "the other")[dist.get_rank()], list)
     assert time.monotonic() < begun + SECONDS
+    fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto").reset()  # models of earlier tests have ended, too
 
 
 @on_ranks(3, timeout=120)
