@@ -50,7 +50,8 @@ def compile_step(
     of them. So does a ``scaler``, which skips the step if any of them is infinite. Optimizers that are not known to
     work element by element (those of torch are, others can be declared with
     :func:`~mfsdp_compile.declare_optimizer`) take their own ``step()`` once, after the backward. So do all whose
-    ``step`` has hooks or was wrapped, and single buckets for reasons that :meth:`TrainStep.explain` lists.
+    ``step`` has hooks, or whose ``step`` or ``zero_grad`` was wrapped, and single buckets for reasons that
+    :meth:`TrainStep.explain` lists.
 
     Args:
         model: A sharded model; not compiled before.

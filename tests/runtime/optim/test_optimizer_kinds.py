@@ -245,6 +245,28 @@ def _wrapped(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+class KeepsGradients(torch.optim.SGD):
+    """Drops gradients after every second step."""
+
+    calls = 0
+
+    def zero_grad(self, *args: Any) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            super().zero_grad(*args)
+
+
+def _keep(optimizer: torch.optim.Optimizer) -> None:
+    own, calls = optimizer.zero_grad, []
+
+    def zero_grad() -> None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            own()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 PROGRAMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "centralized convolutions": _simple(_centralized),
     "an attribute of the parameter": _simple(_scaled_by_attribute),
@@ -265,6 +287,7 @@ PROGRAMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "another optimizer inside": lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
     "a method replaced": _with_method_replaced,
     "step wrapped": _wrapped,
+    "a subclass that keeps gradients": lambda model: KeepsGradients(model.parameters(), lr=0.05),
 }
 
 
@@ -373,13 +396,71 @@ def _class_patched(whole: Any, optimizer: Any, number: int) -> None:
         mock.patch.stopall()
 
 
-@pytest.mark.parametrize("between", [_skip_later, _hook_later, _class_patched])
+def _step_of_class_patched(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        own = torch.optim.SGD.step
+
+        def step(self: Any, *args: Any) -> Any:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+            return own(self, *args)
+
+        mock.patch.object(torch.optim.SGD, "step", step).start()
+    if number == 3:
+        mock.patch.stopall()
+
+
+def _keep_later(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        _keep(optimizer)
+
+
+def _zero_grad_of_class_patched(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        own, calls = torch.optim.SGD.zero_grad, []
+
+        def zero_grad(self: Any, *args: Any) -> None:
+            calls.append(1)
+            if len(calls) % 2 == 0:
+                own(self, *args)
+
+        mock.patch.object(torch.optim.SGD, "zero_grad", zero_grad, create=True).start()
+    if number == 3:
+        mock.patch.stopall()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [_skip_later, _hook_later, _class_patched, _step_of_class_patched, _keep_later, _zero_grad_of_class_patched],
+)
 @on_ranks(2, timeout=200)
 def test_what_the_program_changes_after_the_first_steps(between: Any) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
 
     compare(make, ("plain", "flat", "eager"), between)
+
+
+@on_ranks(2, timeout=200)
+def test_a_zero_grad_of_the_program_keeps_gradients() -> None:
+    """Set on the optimizer before it is extended, or of a class that is declared."""
+
+    def wrapped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        _keep(optimizer)
+        return optimizer
+
+    def declared(model: nn.Module) -> torch.optim.Optimizer:
+        return declare_optimizer("elementwise")(KeepsGradients)(model.parameters(), lr=0.05)
+
+    try:
+        for make in (wrapped, declared):
+            explained = compare(make, ("plain", "flat", "eager"))[-1]
+            assert explained.startswith("0 of ")
+            assert "its own step or zero_grad" in explained
+    finally:
+        delattr(KeepsGradients, "mfsdp_optimizer_kind")
 
 
 def test_schedulers_do_not_leave_out_what_is_around_step(fake_world: int) -> None:
