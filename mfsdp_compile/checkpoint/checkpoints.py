@@ -53,7 +53,9 @@ class Checkpoints:
     A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It
     gets this name when it is complete and on disk; a save that dies leaves nothing that later saves or loads use. The
     file ``latest`` holds the name of the last one. If that is gone or damaged, loading the last one is an error:
-    an earlier one would lose training in silence. All methods are collective except :meth:`latest` and :meth:`all`.
+    an earlier one would lose training in silence. To go back, write the name of an earlier one into it: loading takes
+    that one, with a warning, the next save is the last one then, and ``keep`` removes what was left behind first. All
+    methods are collective except :meth:`latest` and :meth:`all`.
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
@@ -94,7 +96,8 @@ class Checkpoints:
         return self._folder.all()
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that was written last, or None if there is none.
+        """Return the checkpoint that was written last, or None if there is none. If the file ``latest`` was written
+        after it and names an earlier one, that one, with a warning.
 
         Raises:
             CheckpointError: The one that the file ``latest`` names is gone, incomplete or damaged. Without that file:
@@ -306,7 +309,12 @@ class Checkpoints:
             raise interrupt
         if "error" in found:
             raise CheckpointError(found["error"])
-        return load(found["path"], model, optimizer, **arguments) if found["path"] is not None else None
+        if found["path"] is None:
+            return None
+        restored = load(found["path"], model, optimizer, **arguments)
+        if dist.get_rank(everyone) == 0:
+            self._folder.loaded(restored.path)
+        return restored
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
