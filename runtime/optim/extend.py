@@ -27,6 +27,8 @@ from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
 from .whole_step import WholeStep, whole_step_of
 
+_USES = "mfsdp_uses_of_gradients"
+
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
     """Return the name of every parameter that the optimizer holds.
@@ -117,6 +119,15 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
         )
 
 
+def uses_of_gradients(optimizer: torch.optim.Optimizer) -> int:
+    """Return how often an extended optimizer has stepped or zeroed gradients: then another accumulation begins."""
+    return int(vars(optimizer).get(_USES, 0))
+
+
+def _count_use(optimizer: torch.optim.Optimizer) -> None:
+    vars(optimizer)[_USES] = uses_of_gradients(optimizer) + 1
+
+
 def is_extended(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`extend` was called."""
     return EXTENDED in vars(optimizer)
@@ -175,6 +186,7 @@ def extend(
             for owner in owners:
                 owner.step_tracker.fail(error)
             raise
+        _count_use(self)
         for owner in owners:
             owner.step_tracker.end()
         if install_optimized_model_weights:
@@ -187,6 +199,7 @@ def extend(
     def extended_zero_grad(
         self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
     ) -> None:
+        _count_use(self)
         is_own = has_own_zero_grad(self, beneath=True)
         dropped = set_to_none and not any(owner.keeps_gradients for owner in owners)
         if not is_own:

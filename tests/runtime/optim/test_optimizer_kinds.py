@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, INDUCTOR
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 from torch import Tensor, nn
 
 from mfsdp_compile import compile_step, declare_optimizer, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.runtime.optim import kinds
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of
 
@@ -677,6 +678,63 @@ def test_losses_are_divided_where_the_program_says_so() -> None:
     assert all(map(torch.equal, plain, summed))
     assert all(map(torch.equal, in_loss, asked))
     assert not all(map(torch.equal, plain, asked))
+
+
+@on_ranks(2, timeout=120)
+def test_steps_of_fewer_microbatches() -> None:
+    """The last step of an epoch, and steps that end in another way: numbers of loops that are written out."""
+    micros = parity.batches(8, shape=(2, 2, 4, 4))[:, dist.get_rank()]
+    windows = ((0, 1, 2), (3, 4), (5, 6, 7))
+
+    def written_out(model: Any, optimizer: Any, drops: bool) -> None:
+        for window in windows:
+            for number in window if not (drops and len(window) < 3) else ():
+                (model(micros[number]) / len(window)).backward()
+            if optimizer is not None and not (drops and len(window) < 3):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    ends: dict[str, Callable[..., Any]] = {
+        "finish": lambda step, model, optimizer, folder: step.finish(),
+        "written out": lambda step, model, optimizer, folder: (
+            model.finish_grad_sync(),
+            [param.grad.mul_(1.5) for param in model.parameters()],
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+            optimizer.step(),
+            optimizer.zero_grad(),
+        ),
+        "step.reset": lambda step, *_: step.reset(),
+        "zero_grad": lambda step, model, optimizer, folder: optimizer.zero_grad(),
+        "model.reset": lambda step, model, optimizer, folder: model.reset(),
+        "load": lambda step, model, optimizer, folder: folder.load(model, optimizer),
+    }
+    for end, act in ends.items():
+        drops = end not in ("finish", "written out")
+        found = []
+        for how in ("written out", "compile_step"):
+            sharding = {} if end != "written out" else {"zero_dp_strategy": 0}
+            model = fully_shard_model(parity.build(Net), fsdp_unit_modules=[Block], **sharding)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if how == "written out":
+                written_out(model, fully_shard_optimizer(optimizer, flat=True), drops)
+            else:
+                step = compile_step(model, optimizer, max_norm=0.5, accumulation=3, divide_loss=True, backend=None)
+                folder = Checkpoints(shared_folder())
+                step.finish()  # nothing to do
+                for window in windows:
+                    for number in window:
+                        full = len(window) == 3 and number == window[-1]
+                        (step if full else step.accumulate)(micros[number])
+                    if len(window) == 3:
+                        folder.save(1, model, optimizer)
+                    else:
+                        with pytest.raises(RuntimeError, match=r"step\.finish\(\)"):
+                            step.accumulate(micros[0])
+                        act(step, model, optimizer, folder)
+            found.append([param.to_local().clone() for param in model.parameters()])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=end)
 
 
 @on_ranks(2)
