@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.capture.captured_step import CapturedStep
-from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer
+from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer, uses_of_gradients
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of
 from mfsdp_compile.runtime.optim.in_backward import StepInBackward
 from mfsdp_compile.runtime.optim.kinds import is_wrapped, kind_of, why_not_flat
@@ -50,7 +50,8 @@ def compile_step(
     of them. So does a ``scaler``, which skips the step if any of them is infinite. Optimizers that are not known to
     work element by element (those of torch are, others can be declared with
     :func:`~mfsdp_compile.declare_optimizer`) take their own ``step()`` once, after the backward. So do all whose
-    ``step`` has hooks or was wrapped, and single buckets for reasons that :meth:`TrainStep.explain` lists.
+    ``step`` has hooks, or whose ``step`` or ``zero_grad`` was wrapped, and single buckets for reasons that
+    :meth:`TrainStep.explain` lists.
 
     Args:
         model: A sharded model; not compiled before.
@@ -60,7 +61,7 @@ def compile_step(
         loss_fn: See :data:`LossFunction`. None: the model returns the loss.
         max_norm: Largest norm of all gradients together; None: they are not clipped.
         accumulation: Number of microbatches of each step. Call :meth:`TrainStep.accumulate` for all but the last one.
-            Gradients are summed, as in a loop of ``loss.backward()``.
+            Gradients are summed, as in a loop of ``loss.backward()``. :meth:`TrainStep.finish` takes a step of fewer.
         divide_loss: Whether each loss is divided by ``accumulation`` before its backward, for gradients that are the
             mean of the microbatches'. False: losses are taken as they are, and ``loss_fn`` may divide them, for
             instance by the tokens of all microbatches. What is returned is not divided in either case.
@@ -174,6 +175,7 @@ class TrainStep:
             step = compat.step_without_hooks(type(optimizer))
             self._kernels = UpdateKernels(optimizer, step, options.get("inductor", {}))
         self._accumulated = 0
+        self._accumulated_in = self._window
         self._loss_fn: LossFunction = loss_fn or (lambda model, *batch, **more: model(*batch, **more))
         if backend is not None:
             if self._steps_in_backward and backend == "mfsdp":
@@ -207,11 +209,12 @@ class TrainStep:
         Raises:
             RuntimeError: There were not as many calls of :meth:`accumulate` before as ``accumulation`` says.
         """
-        if self._accumulated != self._accumulation - 1:
+        if (count := self._microbatches) != self._accumulation - 1:
             raise RuntimeError(
                 f"compile_step was told of {self._accumulation} microbatches (accumulation), and this call would be "
-                f"number {self._accumulated + 1}, the last one. Call step.accumulate(...) for all before the last, and "
-                "step(...) for the last."
+                f"number {count + 1}, the last one. Call step.accumulate(...) for all before the last, and step(...) "
+                "for the last. For a step of fewer, as at the end of an epoch, call step.accumulate(...) for each, "
+                "and then step.finish()."
             )
         with self._guarded():
             is_first = self._in_backward is None or self._in_backward.is_first
@@ -224,15 +227,53 @@ class TrainStep:
 
         Reductions that the strategy can defer are deferred. Returns what the loss function returned, detached.
         """
-        if self._accumulated == self._accumulation - 1:
+        if (count := self._microbatches) == self._accumulation - 1:
             raise RuntimeError(
                 f"compile_step was told of {self._accumulation} microbatches (accumulation), and this is the last one: "
-                "call step(...) for it, or pass a larger number to compile_step."
+                "call step(...) for it, or pass a larger number to compile_step. To take a step without it, call "
+                "step.finish() first."
             )
         with self._guarded():
             found, _ = self._kept(self._microbatch(False, False, batch, more))
-            self._accumulated += 1
+            self._accumulated, self._accumulated_in = count + 1, self._window
             return found
+
+    def finish(self) -> None:
+        """Take a step of fewer microbatches than ``accumulation``, as at the end of an epoch, after all of them.
+
+        A collective. Does nothing if there are none. With ``divide_loss``, gradients are the mean of these.
+        """
+        if not (count := self._microbatches):
+            return
+        with self._guarded():
+            for model in self._models:
+                model.grad_sync.finish_if_needed()
+            if self._divisor > 1:
+                self._multiply_gradients(self._divisor / count)
+            is_first = self._in_backward is None or self._in_backward.is_first
+            self.grad_norm = self._step(None if is_first else self._kernels)
+            if self._in_backward is not None:
+                self._in_backward.end_step()
+            self._accumulated = 0
+
+    @property
+    def _window(self) -> tuple[int, ...]:
+        """What changes if something else than a step of this object uses or drops the gradients of microbatches."""
+        return uses_of_gradients(self._optimizer), *(model.grad_sync.drops for model in self._models)
+
+    @property
+    def _microbatches(self) -> int:
+        """Number of microbatches whose gradients wait for the step."""
+        return self._accumulated if self._accumulated_in == self._window else 0
+
+    @torch.no_grad()
+    def _multiply_gradients(self, by: float) -> None:
+        held = [param for group in self._optimizer.param_groups for param in group["params"]]
+        found = [param.grad for param in held if not hasattr(param, "mfsdp_handle")]  # of ignored_params
+        found += [each for model in self._models for bucket in model.buckets for each in bucket.gradients]
+        for gradient in found:
+            if gradient is not None:
+                gradient.mul_(by)
 
     def _kept(self, found: Any) -> Any:
         """Return what a microbatch has returned, with numbers in memory that the next replay does not write to."""
@@ -241,7 +282,12 @@ class TrainStep:
         return compat.tree_map_only(Tensor, lambda value: value if value.ndim else value.clone(), found)
 
     def reset(self) -> None:
-        """Free the CUDA graphs. The next steps run as usual, and are captured again."""
+        """Start over: drop the gradients of microbatches whose step was not taken, and free the CUDA graphs.
+
+        The next steps run as usual, and are captured again.
+        """
+        if self._microbatches:
+            self._forget_microbatches()
         if self._graphs is not None:
             self._graphs.reset()
 
@@ -351,10 +397,13 @@ class TrainStep:
         try:
             yield
         except BaseException:
-            self._accumulated = 0
-            for model in self._models:
-                model.zero_gradients(set_to_none=True, kept=None)
+            self._forget_microbatches()
             raise
+
+    def _forget_microbatches(self) -> None:
+        self._accumulated = 0
+        for model in self._models:
+            model.zero_gradients(set_to_none=True, kept=None)
 
     @contextlib.contextmanager
     def _syncing(self, due: bool) -> Iterator[None]:

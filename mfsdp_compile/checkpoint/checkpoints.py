@@ -30,9 +30,9 @@ from mfsdp_compile.runtime.untrusted_files import remove
 from mfsdp_compile.wrapper import unwrapped
 
 from .errors import CheckpointError, as_checkpoint_error
-from .extra_state import extra_to_tensor, get_generators
+from .extra_state import check_extra, digests_of, extra_to_tensor, get_generators, only_of_some
 from .folder import Folder, locked
-from .loading import PATIENCE, Restored, load
+from .loading import PATIENCE, Restored, check_is_one_optimizer, load
 from .manifest import Manifest, now, versions
 from .saving import PublishingWriter, sharded_part
 
@@ -53,7 +53,9 @@ class Checkpoints:
     A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It
     gets this name when it is complete and on disk; a save that dies leaves nothing that later saves or loads use. The
     file ``latest`` holds the name of the last one. If that is gone or damaged, loading the last one is an error:
-    an earlier one would lose training in silence. All methods are collective except :meth:`latest` and :meth:`all`.
+    an earlier one would lose training in silence. To go back, write the name of an earlier one into it: loading takes
+    that one, with a warning, the next save is the last one then, and ``keep`` removes what was left behind first. All
+    methods are collective except :meth:`latest` and :meth:`all`.
 
     Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
     checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
@@ -94,7 +96,8 @@ class Checkpoints:
         return self._folder.all()
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that was written last, or None if there is none.
+        """Return the checkpoint that was written last, or None if there is none. If the file ``latest`` was written
+        after it and names an earlier one, that one, with a warning.
 
         Raises:
             CheckpointError: The one that the file ``latest`` names is gone, incomplete or damaged. Without that file:
@@ -120,14 +123,15 @@ class Checkpoints:
             optimizer: Optimizer over the model's parameters, extended or not; its state is saved by name of parameter.
                 None: no optimizer state is saved.
             extra: Data of the program, such as ``state_dict()`` of a scheduler or a data loader: tensors, numbers,
-                strings, and lists, tuples and dicts of them. The first rank's is saved. Random number generators are
-                always saved, for each rank.
+                strings, and lists, tuples and dicts of them; no DTensors. The first rank's is saved, and others pass
+                the same, or None. Random number generators are always saved, for each rank.
 
         Returns:
             The checkpoint's folder, on all ranks.
 
         Raises:
-            TypeError, ValueError: If the step is not an integer, or negative.
+            TypeError, ValueError: If the step is not an integer, or negative, or an argument is of another kind.
+            CheckpointError: If ranks pass different ``extra``. Nothing was written.
             RuntimeError: If a rank could not write. Earlier checkpoints are unchanged.
         """
         save = self._begin(step, model, optimizer, extra)
@@ -213,10 +217,13 @@ class Checkpoints:
         sharded = model.sharded
         is_first = dist.get_rank(sharded.everyone) == 0
         state: dict[str, Any] = {}
+        digests: dict[str, str] = {}
 
         def contents() -> list[str]:
             if operator.index(step) < 0:
                 raise ValueError(f"step must not be negative, got {step}")
+            check_is_one_optimizer(optimizer, "Checkpoints.save")
+            check_extra(extra)
             self.wait()
             if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
@@ -229,6 +236,7 @@ class Checkpoints:
                 state["optimizer"] = named_state_dict(optimizer)
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
+                digests.update(digests_of(extra))
             if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
                 parts = {key: sharded_part(value) for key, value in state.items()}
                 if optimizer is not None and whole_step_of(optimizer) is not None:  # of what this rank steps
@@ -237,7 +245,16 @@ class Checkpoints:
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
             return [f"step {operator.index(step)}", f"optimizer: {type(optimizer).__name__}"]
 
-        agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
+        patience = compat.timeout_of(sharded.everyone) * 1.5
+        agree(sharded.everyone, "Saving a checkpoint", contents, patience)
+        if has_others(sharded.everyone):
+            mine = None if extra is None else digests
+            if other := conclude(sharded.everyone, "Extra of a checkpoint", [], mine, only_of_some, patience):
+                raise CheckpointError(
+                    f"{other}, which is saved, so it would be lost. Save what each rank has as one list, the same on "
+                    "all: parts = [None] * dist.get_world_size(); dist.all_gather_object(parts, part). Or pass extra "
+                    "on the first rank, and None on the others. Nothing was written."
+                )
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
         with contextlib.ExitStack() as until_done, _in_step(group):
             until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
@@ -306,7 +323,12 @@ class Checkpoints:
             raise interrupt
         if "error" in found:
             raise CheckpointError(found["error"])
-        return load(found["path"], model, optimizer, **arguments) if found["path"] is not None else None
+        if found["path"] is None:
+            return None
+        restored = load(found["path"], model, optimizer, **arguments)
+        if dist.get_rank(everyone) == 0:
+            self._folder.loaded(restored.path)
+        return restored
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.

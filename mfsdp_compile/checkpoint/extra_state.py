@@ -5,24 +5,30 @@ They are stored as tensors, which checkpoint formats carry between programs with
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime.init.mersenne import words_of
+from mfsdp_compile.runtime.ranks.digests import digest, value_digest
 
 from .archives import check_archive
 from .errors import CheckpointError
 
 WORDS = 624
 """Words of a Mersenne Twister."""
+
+MOST_DIGESTS = 100
+"""Entries of ``extra`` up to which each has a digest of its own, which ranks send to each other."""
 
 GENERATORS: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
@@ -102,6 +108,72 @@ def set_generators(state: Mapping[str, Tensor]) -> None:
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_extra(extra: Any) -> None:
+    """Check that ``extra`` has no distributed tensors: each rank would pickle its own rows, and one rank's are saved.
+
+    Raises:
+        TypeError: It has. The message names one.
+    """
+    if (name := next(_distributed(extra, "extra"), None)) is not None:
+        raise TypeError(
+            f"{name} is a DTensor, of which a rank has its rows only, and the first rank's extra is saved. Save whole "
+            "tensors (value.full_tensor(), on all ranks), or save what it belongs to, a model or another optimizer, "
+            "with Checkpoints in another folder. Nothing was written."
+        )
+
+
+def _distributed(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, DTensor):
+        yield name
+    for key, each in _entries(value):
+        yield from _distributed(each, f"{name}[{key!r}]")
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+
+
+def digests_of(extra: Any) -> dict[str, str]:
+    """Return a digest of each entry of ``extra``, by name; those of equal data are equal on all ranks."""
+    if isinstance(extra, Mapping) and 0 < len(extra) <= MOST_DIGESTS:
+        return {f"extra[{key!r}]": digest(list(_lines(value, ""))) for key, value in extra.items()}
+    return {"extra": digest(list(_lines(extra, "")))}
+
+
+def _lines(value: Any, name: str) -> Iterator[str]:
+    """Yield lines that say what a value is. Not its pickle, which depends on which of its parts are one object."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+        yield f"{name}: {value.dtype} {tuple(value.shape)} {value_digest(value)}"
+    elif isinstance(value, (Mapping, list, tuple)):
+        yield f"{name}: {type(value).__name__} of {len(value)}"
+        for key, each in _entries(value):
+            yield from _lines(each, f"{name}[{key!r}]")
+    elif isinstance(value, Set):
+        yield f"{name}: {sorted(map(repr, value))}"
+    elif isinstance(value, (bool, int, float, complex, str, bytes, bytearray, type(None), np.generic)):
+        yield f"{name}: {value!r}"
+    else:
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        yield f"{name}: {hashlib.sha256(stream.getbuffer()).hexdigest()}"
+
+
+def only_of_some(offers: Sequence[Mapping[str, str] | None]) -> str:
+    """Return what the ranks' digests of ``extra`` say is not in the first rank's, which is saved; "": nothing.
+
+    Args:
+        offers: :func:`digests_of` each rank's, in the order of ranks; None: it has passed none.
+    """
+    first = offers[0] or {}
+    for rank, offer in enumerate(offers):
+        if offer is not None and (names := [n for n in {**offer, **first} if offer.get(n) != first.get(n)]):
+            return f"{names[0]} of rank {rank} is not that of the first rank"
+    return ""
 
 
 def extra_to_tensor(extra: Any) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,7 @@ from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
 
 from .errors import CheckpointError
-from .manifest import Manifest, read_manifest, write_durably
+from .manifest import MANIFEST, Manifest, read_manifest, write_durably
 from .saving import sync_directory
 
 LOCK_PATIENCE = 60.0
@@ -40,6 +41,7 @@ class Folder:
     def __init__(self, root: Path, keep: int | None) -> None:
         self.root = root
         self.keep = keep
+        self._left: set[str] = set()  # checkpoints that are later than the one that was loaded last
         self._warned_of: set[str] = set()  # runs, and checkpoints with a damaged manifest, that a warning has named
 
     def all(self) -> list[Path]:
@@ -51,7 +53,7 @@ class Folder:
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was written last; see :meth:`Checkpoints.latest`."""
-        name = self._last_name()
+        written, name = self._last_name()
         complete, damaged = self._find()
         if name is not None and not any(path.name == name for _, path in complete):
             # Published since the folder was listed, or not there.
@@ -73,7 +75,37 @@ class Folder:
             )
         for _, error in damaged:
             warn(f"A checkpoint is skipped: {error}", by=None)
-        return complete[-1][1] if complete else None
+        if not complete:
+            return None
+        newest = complete[-1][1]
+        if name in (None, newest.name) or not self._is_later(written, *complete[-1]):
+            return newest
+        warn(
+            f"{self.root / _LATEST} names {name} and was written after {newest.name}: loading goes back to {name}. The "
+            f"next save is the last one then. To go on from {newest.name}, write its name into {_LATEST!r}.",
+            by=None,
+        )
+        return self.root / str(name)
+
+    @staticmethod
+    def _is_later(written: float, manifest: Manifest, path: Path) -> bool:
+        """Whether ``latest`` was written after a checkpoint, by a person who goes back, and not before it.
+
+        A save that dies between publishing a checkpoint and naming it leaves the earlier file. Files of a copied folder
+        may have the time of the copy, so the manifest's own time, in whole seconds, counts as well.
+        """
+        with contextlib.suppress(OSError):
+            if written > (path / MANIFEST).stat().st_mtime:
+                return True
+        with contextlib.suppress(ValueError):
+            return written > datetime.fromisoformat(manifest.created).timestamp() + 1
+        return False
+
+    def loaded(self, path: Path) -> None:
+        """Note which checkpoint was loaded. Later ones are abandoned, and removed before those it goes on from."""
+        complete, _ = self._find()
+        serial = next((manifest.serial for manifest, each in complete if each == path), None)
+        self._left = {each.name for manifest, each in complete if serial is not None and manifest.serial > serial}
 
     def prepare(self, step: int, lineage: Lineage, lock: contextlib.ExitStack) -> tuple[Path, Path, int]:
         """Create the folder to write a checkpoint to. The caller holds the lock of the root.
@@ -120,28 +152,31 @@ class Folder:
         if self.keep is None:
             return
         own = [path for manifest, path in self._find()[0] if lineage.has(manifest.run)]
+        own.sort(key=lambda path: path.name not in self._left)
         for path in own[: -self.keep]:
             doomed = self.root / f".removing-{path.name}"
             os.rename(path, doomed)  # one rename, so that nobody sees a half-removed checkpoint
             remove(doomed)
 
-    def _last_name(self) -> str | None:
-        """Return the name in the file ``latest``; None: there is no such file.
+    def _last_name(self) -> tuple[float, str | None]:
+        """Return when the file ``latest`` was written, and the name in it; None: there is no such file.
 
         Raises:
             CheckpointError: It is not a file with the name of a checkpoint.
         """
         try:
-            name = read_text(inside(self.root, _LATEST)).strip()
+            path = inside(self.root, _LATEST)
+            written = path.stat().st_mtime  # before it is read: a save in progress replaces it
+            name = read_text(path).strip()
             if not _NAME.fullmatch(name):
                 raise FileRefused(f"it has {name!r:.80}, which is not the name of a checkpoint")
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return 0.0, None
         except (OSError, FileRefused) as error:
             raise CheckpointError(
                 f"{self.root / _LATEST} does not name a checkpoint: {error}.{self._how_to_choose(self._find()[0])}"
             ) from None
-        return name
+        return written, name
 
     def _how_to_choose(self, complete: Sequence[tuple[Manifest, Path]]) -> str:
         if not complete:

@@ -79,6 +79,20 @@ class Restored:
     cast: tuple[str, ...] = ()
 
 
+def check_is_one_optimizer(optimizer: object, caller: str) -> None:
+    """Check that ``optimizer`` has the interface of an optimizer, or is None.
+
+    Raises:
+        TypeError: It has not.
+    """
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state_dict")):
+        raise TypeError(
+            f"{caller} takes one optimizer, got a {type(optimizer).__name__}. For several, use a folder for each: "
+            "Checkpoints('runs/a-muon') with the model and the first, Checkpoints('runs/a-adamw') with the model and "
+            "the second."
+        )
+
+
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -124,6 +138,7 @@ def load(
     loads: list[_Load] = []
 
     def prepare() -> list[str]:
+        check_is_one_optimizer(optimizer, "load")
         given = {
             "missing": allow_missing,
             "unexpected": allow_unexpected,

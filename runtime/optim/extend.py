@@ -21,11 +21,13 @@ from .. import compat
 from ..memory.bucket import Bucket, ParamHandle
 from ..owner import name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
-from .kinds import EXTENDED, is_wrapped, why_not_whole
+from .kinds import EXTENDED, EXTENDED_ZERO_GRAD, has_own_zero_grad, is_wrapped, why_not_whole
 from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
 from .whole_step import WholeStep, whole_step_of
+
+_USES = "mfsdp_uses_of_gradients"
 
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
@@ -117,6 +119,15 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
         )
 
 
+def uses_of_gradients(optimizer: torch.optim.Optimizer) -> int:
+    """Return how often an extended optimizer has stepped or zeroed gradients: then another accumulation begins."""
+    return int(vars(optimizer).get(_USES, 0))
+
+
+def _count_use(optimizer: torch.optim.Optimizer) -> None:
+    vars(optimizer)[_USES] = uses_of_gradients(optimizer) + 1
+
+
 def is_extended(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`extend` was called."""
     return EXTENDED in vars(optimizer)
@@ -142,7 +153,8 @@ def extend(
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
-    step, zero_grad = _unbound(optimizer.step), _unbound(optimizer.zero_grad)
+    had_own_zero_grad = "zero_grad" in vars(optimizer)
+    step, zero_grad = _unbound(optimizer, "step"), _unbound(optimizer, "zero_grad")
     over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
     if over is not None:
         step = functools.wraps(step)(_over(over))
@@ -174,6 +186,7 @@ def extend(
             for owner in owners:
                 owner.step_tracker.fail(error)
             raise
+        _count_use(self)
         for owner in owners:
             owner.step_tracker.end()
         if install_optimized_model_weights:
@@ -186,11 +199,22 @@ def extend(
     def extended_zero_grad(
         self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
     ) -> None:
-        zero_grad(self, set_to_none and not any(owner.keeps_gradients for owner in owners))
+        _count_use(self)
+        is_own = has_own_zero_grad(self, beneath=True)
+        dropped = set_to_none and not any(owner.keeps_gradients for owner in owners)
+        if not is_own:
+            zero_grad(self, dropped)
+        else:  # it may look at gradients, and keep some
+            for owner in owners:
+                owner.grad_sync.finish_if_needed()
+            zero_grad(self, *(() if dropped else (False,)))
         if zero_grad_buffer:
             for owner in owners:
                 params = [param for bucket in owner.buckets for param in bucket.params]
-                owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
+                kept = owner.optimizers.others_hold(params, self)
+                if is_own:
+                    kept |= {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
+                owner.zero_gradients(set_to_none, kept)
 
     for extended in (extended_step, extended_zero_grad):
         del extended.__wrapped__  # inspect.signature would show its arguments
@@ -201,6 +225,7 @@ def extend(
         copy_whole = functools.partial(_copy_whole, by_name=by_name)
         vars(optimizer)["__deepcopy__"] = _Method(copy_whole, optimizer)
     vars(optimizer)[EXTENDED] = optimizer.step
+    vars(optimizer)[EXTENDED_ZERO_GRAD] = optimizer.zero_grad, had_own_zero_grad
     for owner in owners:
         owner.optimizers.add(optimizer)
     return optimizer
@@ -241,13 +266,18 @@ class _Method:
         return self.__func__(found, *args, **kwargs)
 
 
-def _unbound(method: Any) -> Callable[..., Any]:
-    """Return a function of the optimizer that calls its method, which something may have set on it, as schedulers
-    do."""
-    if getattr(method, "__self__", None) is not None:
-        function: Callable[..., Any] = method.__func__
+def _unbound(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
+    """Return a function of the optimizer that calls its method: what something has set on it, as schedulers do, else
+    what its class has when the function is called, which the program may replace later."""
+    own = vars(optimizer).get(name)
+    if own is None:
+        return functools.wraps(getattr(type(optimizer), name))(
+            lambda self, *args, **kwargs: getattr(type(self), name)(self, *args, **kwargs)
+        )
+    if getattr(own, "__self__", None) is optimizer:
+        function: Callable[..., Any] = own.__func__
         return function
-    return functools.wraps(method)(lambda optimizer, *args, **kwargs: method(*args, **kwargs))
+    return functools.wraps(own)(lambda _, *args, **kwargs: own(*args, **kwargs))
 
 
 def _copy_whole(optimizer: torch.optim.Optimizer, memo: dict[int, Any], *, by_name: bool) -> torch.optim.Optimizer:

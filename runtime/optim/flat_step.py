@@ -32,7 +32,7 @@ from .. import compat
 from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
-from .kinds import is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
+from .kinds import has_own_zero_grad, is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
 from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
 _FLAT_STEP = "mfsdp_flat_step"
@@ -212,7 +212,8 @@ class FlatStep:
     @property
     def has_hooks(self) -> bool:
         """Whether something runs before or after a step that may look at what the step reads or writes."""
-        return compat.has_step_hooks(self._optimizer) or is_wrapped(self._optimizer)
+        optimizer = self._optimizer
+        return compat.has_step_hooks(optimizer) or is_wrapped(optimizer) or has_own_zero_grad(optimizer)
 
     @contextlib.contextmanager
     def compiled(self, kernels: UpdateKernels | None, scale: Tensor | None = None) -> Iterator[None]:

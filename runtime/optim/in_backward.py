@@ -127,7 +127,7 @@ class StepInBackward:
         if self._flat.counts_calls:
             return "the optimizer counts steps by itself, and each bucket would count as one"
         if self._flat.has_hooks:
-            return "code of the program runs before and after a step (a hook, or a function around step)"
+            return "code of the program runs before and after a step (a hook, or its own step or zero_grad)"
         return may_count_calls(self._optimizer)
 
     def _why_later(self, bucket: Bucket, runs: Sequence[Run]) -> str:

@@ -47,12 +47,14 @@ _OF_LIBRARIES = {
 """Classes by their full name, so that no library is imported."""
 _HARMLESS = frozenset({"step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"})
 """Methods that a program may replace in an optimizer without changing the step of its class. ``step`` is looked at by
-:func:`is_wrapped`."""
+:func:`is_wrapped`, ``zero_grad`` by :func:`has_own_zero_grad`."""
 _LANGUAGE = ("builtins", "collections", "types", "typing", "typing_extensions")
 """Modules of the types of callable objects that torch's modules hold, besides functions."""
 
 EXTENDED = "mfsdp_extended"
 """Attribute of extended optimizers, with the ``step`` that they have got."""
+EXTENDED_ZERO_GRAD = "mfsdp_extended_zero_grad"
+"""Attribute of extended optimizers: the ``zero_grad`` that they have got, and whether the program had set one."""
 
 
 def declare_optimizer(kind: Kind, *classes: type[torch.optim.Optimizer]) -> Callable[[OptimizerClass], OptimizerClass]:
@@ -154,6 +156,18 @@ def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     extended = vars(optimizer).get(EXTENDED)
     ours = (None, type(optimizer).step, extended, getattr(extended, "__func__", None))
     return not any(step is each for each in ours)
+
+
+def has_own_zero_grad(optimizer: torch.optim.Optimizer, beneath: bool = False) -> bool:
+    """Whether ``zero_grad`` is code of the program, on the optimizer or in a class: it may read or keep gradients.
+
+    Args:
+        beneath: Look only at what an extended optimizer's ``zero_grad`` calls, not at what was put around it.
+    """
+    here = vars(optimizer).get("zero_grad")
+    extended, was_set = vars(optimizer).get(EXTENDED_ZERO_GRAD, (None, False))
+    is_set = was_set if beneath or here is extended else here is not None
+    return is_set or not _is_of_torch_or_python(type(optimizer).zero_grad)
 
 
 def may_count_calls(optimizer: torch.optim.Optimizer) -> str:

@@ -92,6 +92,7 @@ class GradSync:
 
     Attributes:
         microbatches: Number of backwards since gradients were last reduced.
+        drops: How often all gradients have been zeroed or dropped at once.
         use_varies: Buckets whose gradients were computed eagerly: ranks compare which parameters they have used. Those
             of compiled code are compared only where a rank has left some out (:mod:`.graph_use`).
     """
@@ -100,7 +101,7 @@ class GradSync:
         self, buckets: Sequence[Bucket], reductions: Reductions, coordinator: Coordinator, settings: SyncSettings
     ) -> None:
         self.settings = settings
-        self.microbatches = 0
+        self.microbatches = self.drops = 0
         self._buckets = buckets
         self._reductions = reductions
         self._coordinator = coordinator
@@ -327,6 +328,7 @@ class GradSync:
 
     def zero(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
+        self.drops += kept is None
         for bucket in self._buckets:
             if set_to_none:
                 gradients.clear(bucket, kept)

@@ -514,6 +514,18 @@ def test_extra_must_be_safe_to_load() -> None:
     model, _ = make()
     with raises_everywhere((TypeError, RuntimeError), "extra can hold tensors"):  # type: ignore[arg-type]
         Checkpoints(root).save(0, model, extra={"scheduler": torch.optim.lr_scheduler.LambdaLR})
+    rank, weights = dist.get_rank(), model.state_dict()
+    for extra, words in (
+        ({"ema": [weights]}, r"extra['ema'][0]['module."),
+        ({"a": 1, "loader": {"position": rank}}, "extra['loader'] of rank 1 is not that of the first rank"),
+        ({f"loader {rank}": 0}, "extra['loader 1'] of rank 1"),
+        ([torch.ones(2) * rank], "extra of rank 1"),
+        ({"only": "here"} if rank else None, "extra['only'] of rank 1"),
+    ):
+        with raises_everywhere((TypeError, CheckpointError), words, "Nothing was written"):
+            Checkpoints(root).save(0, model, extra=extra)
+    with raises_everywhere(TypeError, "takes one optimizer, got a list. For several, use a folder for each"):
+        Checkpoints(root).save(0, model, [torch.optim.SGD(model.parameters(), lr=1)])  # type: ignore[arg-type]
     assert Checkpoints(root).latest() is None
     assert Checkpoints(root).load(model) is None
     Checkpoints(root).save(0, model)

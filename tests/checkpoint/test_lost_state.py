@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import shutil
 import warnings
@@ -407,7 +408,8 @@ def test_an_older_checkpoint_is_not_loaded_in_place_of_the_last() -> None:
         Checkpoints(root).save(3, model, optimizer)
         assert Checkpoints(root).load(model, optimizer).step == 3  # type: ignore[union-attr]
     # A save that died after it had published its checkpoint, and before it named it.
-    on_first(lambda: (original / "latest").write_text("step-00000001"))
+    first = (original / "step-00000001" / MANIFEST).stat().st_mtime
+    on_first(lambda: ((original / "latest").write_text("step-00000001"), os.utime(original / "latest", (first, first))))
     assert Checkpoints(original).load(model, optimizer).step == 2  # type: ignore[union-attr]
     on_first(lambda: (original / "latest").unlink())
     assert Checkpoints(original).load(model, optimizer).step == 2  # type: ignore[union-attr]
@@ -416,6 +418,40 @@ def test_an_older_checkpoint_is_not_loaded_in_place_of_the_last() -> None:
     on_first(lambda: (original / "latest").write_text("step-00000002"))
     with raises_everywhere(CheckpointError, "which is gone", "There is no complete checkpoint"):
         Checkpoints(original).load(model, optimizer)
+
+
+@on_ranks(2, timeout=120)
+def test_going_back_to_the_checkpoint_that_latest_names() -> None:
+    """What is written into it after the last save counts, and what was left behind is not preferred later."""
+    model, optimizer, step = make(adamw)
+    root = Path(shared_folder())
+    checkpoints = Checkpoints(root, keep=3)
+    for number in (1, 2, 3):
+        step(number)
+        checkpoints.save(number, model, optimizer)
+    copied = root.with_name(f"{root.name}-copied")
+    on_first(lambda: (root / "latest").write_text("step-00000001\n"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert checkpoints.load(model, optimizer).step == 1  # type: ignore[union-attr]
+    said = [str(each.message) for each in caught]
+    assert any("names step-00000001 and was written after step-00000003" in each for each in said) == (
+        dist.get_rank() == 0
+    )
+    # A copy without times, in which files were copied in another order, and a second or more after they were written.
+    edited = (root / "latest").stat().st_mtime + 2
+    on_first(lambda: (shutil.copytree(root, copied), os.utime(copied / "latest", (edited, edited))))
+    on_first(lambda: os.utime(copied / "step-00000003" / MANIFEST, (edited + 1, edited + 1)))
+    for folder, keep, left in (
+        (root, 3, ["step-00000001", "step-00000002.1", "step-00000003"]),
+        (copied, 2, ["step-00000001", "step-00000002.1"]),
+    ):
+        again = Checkpoints(folder, keep=keep)
+        assert again.load(model, optimizer).step == 1  # type: ignore[union-attr]
+        saved = again.save(2, model, optimizer)
+        assert sorted(path.name for path in again.all()) == left
+        assert again.latest() == saved
+        assert Checkpoints(folder).load(model, optimizer).path == saved  # type: ignore[union-attr]
 
 
 # -- without a manifest ------------------------------------------------------------------------------------------------

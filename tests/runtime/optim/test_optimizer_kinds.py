@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, INDUCTOR
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 from torch import Tensor, nn
 
 from mfsdp_compile import compile_step, declare_optimizer, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.runtime.optim import kinds
 from mfsdp_compile.runtime.optim.flat_step import flat_step_of
 
@@ -245,6 +246,28 @@ def _wrapped(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+class KeepsGradients(torch.optim.SGD):
+    """Drops gradients after every second step."""
+
+    calls = 0
+
+    def zero_grad(self, *args: Any) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            super().zero_grad(*args)
+
+
+def _keep(optimizer: torch.optim.Optimizer) -> None:
+    own, calls = optimizer.zero_grad, []
+
+    def zero_grad() -> None:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            own()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 PROGRAMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "centralized convolutions": _simple(_centralized),
     "an attribute of the parameter": _simple(_scaled_by_attribute),
@@ -265,6 +288,7 @@ PROGRAMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "another optimizer inside": lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
     "a method replaced": _with_method_replaced,
     "step wrapped": _wrapped,
+    "a subclass that keeps gradients": lambda model: KeepsGradients(model.parameters(), lr=0.05),
 }
 
 
@@ -373,13 +397,71 @@ def _class_patched(whole: Any, optimizer: Any, number: int) -> None:
         mock.patch.stopall()
 
 
-@pytest.mark.parametrize("between", [_skip_later, _hook_later, _class_patched])
+def _step_of_class_patched(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        own = torch.optim.SGD.step
+
+        def step(self: Any, *args: Any) -> Any:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+            return own(self, *args)
+
+        mock.patch.object(torch.optim.SGD, "step", step).start()
+    if number == 3:
+        mock.patch.stopall()
+
+
+def _keep_later(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        _keep(optimizer)
+
+
+def _zero_grad_of_class_patched(whole: Any, optimizer: Any, number: int) -> None:
+    if number == 1:
+        own, calls = torch.optim.SGD.zero_grad, []
+
+        def zero_grad(self: Any, *args: Any) -> None:
+            calls.append(1)
+            if len(calls) % 2 == 0:
+                own(self, *args)
+
+        mock.patch.object(torch.optim.SGD, "zero_grad", zero_grad, create=True).start()
+    if number == 3:
+        mock.patch.stopall()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [_skip_later, _hook_later, _class_patched, _step_of_class_patched, _keep_later, _zero_grad_of_class_patched],
+)
 @on_ranks(2, timeout=200)
 def test_what_the_program_changes_after_the_first_steps(between: Any) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
 
     compare(make, ("plain", "flat", "eager"), between)
+
+
+@on_ranks(2, timeout=200)
+def test_a_zero_grad_of_the_program_keeps_gradients() -> None:
+    """Set on the optimizer before it is extended, or of a class that is declared."""
+
+    def wrapped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        _keep(optimizer)
+        return optimizer
+
+    def declared(model: nn.Module) -> torch.optim.Optimizer:
+        return declare_optimizer("elementwise")(KeepsGradients)(model.parameters(), lr=0.05)
+
+    try:
+        for make in (wrapped, declared):
+            explained = compare(make, ("plain", "flat", "eager"))[-1]
+            assert explained.startswith("0 of ")
+            assert "its own step or zero_grad" in explained
+    finally:
+        delattr(KeepsGradients, "mfsdp_optimizer_kind")
 
 
 def test_schedulers_do_not_leave_out_what_is_around_step(fake_world: int) -> None:
@@ -596,6 +678,63 @@ def test_losses_are_divided_where_the_program_says_so() -> None:
     assert all(map(torch.equal, plain, summed))
     assert all(map(torch.equal, in_loss, asked))
     assert not all(map(torch.equal, plain, asked))
+
+
+@on_ranks(2, timeout=120)
+def test_steps_of_fewer_microbatches() -> None:
+    """The last step of an epoch, and steps that end in another way: numbers of loops that are written out."""
+    micros = parity.batches(8, shape=(2, 2, 4, 4))[:, dist.get_rank()]
+    windows = ((0, 1, 2), (3, 4), (5, 6, 7))
+
+    def written_out(model: Any, optimizer: Any, drops: bool) -> None:
+        for window in windows:
+            for number in window if not (drops and len(window) < 3) else ():
+                (model(micros[number]) / len(window)).backward()
+            if optimizer is not None and not (drops and len(window) < 3):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    ends: dict[str, Callable[..., Any]] = {
+        "finish": lambda step, model, optimizer, folder: step.finish(),
+        "written out": lambda step, model, optimizer, folder: (
+            model.finish_grad_sync(),
+            [param.grad.mul_(1.5) for param in model.parameters()],
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+            optimizer.step(),
+            optimizer.zero_grad(),
+        ),
+        "step.reset": lambda step, *_: step.reset(),
+        "zero_grad": lambda step, model, optimizer, folder: optimizer.zero_grad(),
+        "model.reset": lambda step, model, optimizer, folder: model.reset(),
+        "load": lambda step, model, optimizer, folder: folder.load(model, optimizer),
+    }
+    for end, act in ends.items():
+        drops = end not in ("finish", "written out")
+        found = []
+        for how in ("written out", "compile_step"):
+            sharding = {} if end != "written out" else {"zero_dp_strategy": 0}
+            model = fully_shard_model(parity.build(Net), fsdp_unit_modules=[Block], **sharding)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if how == "written out":
+                written_out(model, fully_shard_optimizer(optimizer, flat=True), drops)
+            else:
+                step = compile_step(model, optimizer, max_norm=0.5, accumulation=3, divide_loss=True, backend=None)
+                folder = Checkpoints(shared_folder())
+                step.finish()  # nothing to do
+                for window in windows:
+                    for number in window:
+                        full = len(window) == 3 and number == window[-1]
+                        (step if full else step.accumulate)(micros[number])
+                    if len(window) == 3:
+                        folder.save(1, model, optimizer)
+                    else:
+                        with pytest.raises(RuntimeError, match=r"step\.finish\(\)"):
+                            step.accumulate(micros[0])
+                        act(step, model, optimizer, folder)
+            found.append([param.to_local().clone() for param in model.parameters()])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=end)
 
 
 @on_ranks(2)
