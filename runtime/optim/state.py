@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
+import operator
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +29,7 @@ from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
 from ..program_lines import warn
+from ..ranks.agreement import has_others
 from .flat_step import flat_step_of
 from .kinds import is_plain, kind_of
 from .whole_step import WholeStep, whole_step_of
@@ -203,7 +206,7 @@ def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
 
     def fill(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state, params = state_dict["state"], _params(optimizer)
-        unstepped = [number for number in range(len(params)) if number not in state] if state else []
+        unstepped = [number for number in range(len(params)) if not state.get(number)] if state else []
         if unstepped:
             of = {id(params[number]) for number in unstepped}
             state.update((number, first) for number, first in enumerate(_first_states(optimizer, of)) if first)
@@ -313,7 +316,7 @@ def _copy(value: Any) -> Any:
     return copy.deepcopy(value) if is_plain(value) else value
 
 
-_OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict")
+_OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict", "__deepcopy__")
 """Methods that optimizers have as instance attributes, set by us and by learning-rate schedulers."""
 
 
@@ -393,7 +396,7 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     """Number parameters that are named, and cut full tensors, and tensors that others sharded evenly, like parameters.
 
     Runs before torch's own ``load_state_dict``. What a state dict shows before the first step, and nothing has filled,
-    is left out: the step creates it, possibly of values that are not zero.
+    is left out: the step creates it, possibly of values that are not zero. A collective if state does not count steps.
 
     Raises:
         ValueError: State of an optimizer that works element by element has another shape than its parameter.
@@ -410,14 +413,11 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
         state = {key: _cut(held, param_of.get(key)) for key, held in state_dict["state"].items()}
     if is_by_element(optimizer):
         _check_shapes(optimizer, state, param_of)
-    return {
-        **state_dict,
-        "state": {
-            key: held
-            for key, held in state.items()
-            if not held or key not in param_of or not _is_unstepped(optimizer, settings_of[key], param_of[key], held)
-        },
-    }
+    left_out = _unstepped(optimizer, state, param_of, settings_of)
+    kept = {key: held for key, held in state.items() if key not in left_out}
+    if whole is not None:  # which has an entry for every parameter
+        kept |= {key: {} for key in left_out}
+    return {**state_dict, "state": kept}
 
 
 def _cut(held: dict[str, Any], param: Any) -> dict[str, Any]:
@@ -439,15 +439,51 @@ def _check_shapes(
                 )
 
 
-def _is_unstepped(
+def _unstepped(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[Any, Mapping[str, Any]],
+    param_of: Mapping[Any, Any],
+    settings_of: Mapping[Any, Mapping[str, Any]],
+) -> set[Any]:
+    """Return the keys of parameters whose state is to the bit what a state dict shows before their first step.
+
+    The same on all ranks: a rank may have no rows of a parameter, or rows whose state is zero after steps as well.
+    """
+    candidates = [key for key, held in state.items() if held and key in param_of and not _has_counted(held)]
+    found = {key for key in candidates if _is_first(optimizer, settings_of[key], param_of[key], state[key])}
+    if whole_step_of(optimizer) is not None:  # state of whole parameters
+        return found
+    of_models: dict[Any, list[Any]] = {}
+    for key in candidates:
+        if isinstance(param_of[key], RowShardedTensor):
+            of_models.setdefault(owner_of(param_of[key]), []).append(key)
+    bits = {key: 1 << number for number, key in enumerate(param_of)}
+    for model, keys in of_models.items():
+        if model is not None and has_others(model.coordinator.members.agreeing):
+            here = sum(bits[key] for key in keys if key in found)
+            everywhere = int(
+                model.coordinator.conclude("Loading an optimizer's state", [], hex(here), _common_bits), 16
+            )
+            found -= {key for key in keys if not bits[key] & everywhere}
+    return found
+
+
+def _common_bits(masks: Sequence[str]) -> str:
+    return hex(functools.reduce(operator.and_, (int(mask, 16) for mask in masks)))
+
+
+def _has_counted(held: Mapping[str, Any]) -> bool:
+    """Whether state says that its parameter was stepped, without computing anything."""
+    step = held.get("step", 0)
+    if isinstance(step, Tensor):
+        return step.numel() == 1 and float(step.full_tensor() if isinstance(step, DTensor) else step) != 0
+    return step != 0
+
+
+def _is_first(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], param: Any, held: Mapping[str, Any]
 ) -> bool:
-    """Whether this is to the bit what a state dict shows for a parameter before its first step."""
-    step = held.get("step", 0)
-    if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
-        return False
-    if float(step.full_tensor() if isinstance(step, DTensor) else step) != 0:  # without computing anything
-        return False
+    """Whether this is to the bit, in this rank's rows, the state of a parameter before its first step."""
     first = initial_state(optimizer, {**settings, "params": [param]}, param)
     return bool(first) and first.keys() == held.keys() and all(_same(value, held[key]) for key, value in first.items())
 

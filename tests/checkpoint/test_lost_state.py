@@ -22,8 +22,8 @@ from tampering import Tampered
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from mfsdp_compile import compile_step, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
+from mfsdp_compile import compile_step, declare_optimizer, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_optimizer_state_dict, full_state_dict, load
 from mfsdp_compile.checkpoint.manifest import MANIFEST
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
@@ -53,11 +53,11 @@ EXTENDED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def make(
-    build: Build, by: str = "names", seed: int = 0, tied: bool = False
+    build: Build, by: str = "names", seed: int = 0, tied: bool = False, net: Callable[[bool], nn.Module] = Net
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[int], Any]]:
     """Return a model, an optimizer that ``by`` has extended, and a function that takes a step."""
     torch.manual_seed(seed)
-    model = fully_shard_model(Net(tied), fsdp_unit_modules=[nn.Linear])
+    model = fully_shard_model(net(tied), fsdp_unit_modules=[nn.Linear])
     optimizer = build(model.parameters())
     EXTENDED[by](optimizer)
     whole = compile_step(model, optimizer, backend=None) if by == "compile_step" else None
@@ -352,6 +352,69 @@ def test_state_before_the_first_step_loads_as_none() -> None:
             ends.append(full_state_dict(model, rank=None))
         for end in ends[1:]:
             torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+
+
+@declare_optimizer("elementwise")
+class Sums(torch.optim.Optimizer):
+    """Keeps one sum of gradients for each element, and counts no steps."""
+
+    def __init__(self, params: Any, key: str = "sums") -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.key = key
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            sums = self.state[param].setdefault(self.key, torch.zeros_like(param))
+            param.sub_(sums.mul_(0.9).add_(param.grad), alpha=0.1)
+
+
+class Spare(Net):
+    """Has a part that no forward uses."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(tied)
+        self.spare = nn.Linear(6, 5)
+
+
+def frozen(tied: bool) -> nn.Module:
+    net = Spare(tied)
+    net.spare.requires_grad_(False)
+    return net
+
+
+@on_ranks(2, timeout=120)
+def test_state_that_counts_no_steps_is_that_of_the_same_parameters_on_all_ranks() -> None:
+    """Also where a rank has no rows of a parameter, and no matter how the state is called."""
+    root = Path(shared_folder())
+    for number, (build, by) in enumerate(STEPLESS):
+        model, optimizer, step = make(build, by, net=Spare)
+        step(0)
+        path = Checkpoints(root / str(number)).save(1, model, optimizer)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=root / f"{number}-dcp")
+        saved = copy.deepcopy(optimizer.state_dict())
+        step(1)
+        after = full_state_dict(model, rank=None)
+        for way in ("checkpoint", "dcp", "copy"):
+            other, its, its_step = make(build, by, seed=1, net=Spare)
+            load(path, other, its if way == "checkpoint" else None)
+            if way == "copy":
+                its.load_state_dict(saved)
+            elif way == "dcp":
+                state = {"optimizer": its.state_dict()}
+                dcp.load(state, checkpoint_id=root / f"{number}-dcp")
+                its.load_state_dict(state["optimizer"])
+            full_optimizer_state_dict(its)  # which gathers the same state on all ranks
+            its_step(1)
+            torch.testing.assert_close(full_state_dict(other, rank=None), after, rtol=0, atol=0)
+    model, optimizer, step = make(Sums, "whole", net=frozen)
+    step(0)
+    path = Checkpoints(root / "frozen").save(1, model, optimizer)
+    other, its, _ = make(Sums, "whole", net=Spare)
+    refuses(path, other, its, "missing (allow_missing): optimizer.spare")
+
+
+STEPLESS: list[tuple[Build, str]] = [(dampened, "names"), (dampened, "flat"), (Sums, "flat"), (Sums, "whole")]
 
 
 @on_ranks(2)
