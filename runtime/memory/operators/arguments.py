@@ -120,6 +120,32 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     )
 
 
+_OF_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a function or an operator is one of torch.distributed's collectives."""
+    if hasattr(func, "namespace"):
+        return func.namespace in _OF_COLLECTIVES
+    return getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+
+
+def refuse_collective(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise if a collective is called with shards: it would change a copy, which is dropped.
+
+    Schemas of c10d do not say what they write to.
+    """
+    rows = next((base for t in tensors if isinstance(base := getattr(t, "base", t), RowShardedTensor)), None)
+    if rows is not None:
+        raise RuntimeError(
+            f"A collective of torch.distributed, {getattr(func, '__name__', func)}, was called with "
+            f"{rows.row_split.name!r} (parameter, gradient or optimizer state), of which this is one rank's shard. "
+            "Nothing was sent. Backward reduces gradients, and parameters are shards of one tensor: leave the "
+            "collective out. Otherwise pass tensor.to_local(), this rank's rows, or tensor.full_tensor(), a copy of "
+            "the whole; tensor.copy_(whole) writes this rank's rows."
+        )
+
+
 _OF_BYTES = {
     aten.alias.default,
     aten.clone.default,

@@ -19,7 +19,16 @@ from ..averaging import Reduction
 from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, is_own, replicate
 from ..tensor import RowShardedTensor
-from .arguments import leaves_of, refuse, refuse_own_values, refuse_transform, tensors_are_own, written_to
+from .arguments import (
+    is_collective,
+    leaves_of,
+    refuse,
+    refuse_collective,
+    refuse_own_values,
+    refuse_transform,
+    tensors_are_own,
+    written_to,
+)
 from .elementwise import is_elementwise, is_foreach, is_list_of_tensors
 from .gather import whole_of
 
@@ -83,6 +92,8 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _each_alone(func, args, kwargs)
     tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
     spread = [t for t in tensors if isinstance(t, (RowShardedTensor, RowView))]
+    if is_collective(func):
+        refuse_collective(func, spread)
     _check_repeated(spread, func.is_view)
     _check(func, args, kwargs, spread, writes)
     if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
