@@ -408,7 +408,9 @@ def cut_distributed_state(optimizer: torch.optim.Optimizer) -> None:
     state = getattr(optimizer, "state", {})  # some that hold another optimizer have none
     for param in _params(optimizer):
         held = state.get(param)
-        for key, value in held.items() if isinstance(held, dict) else ():
+        if not isinstance(held, dict):
+            continue
+        for key, value in held.items():
             if _is_distributed_like(value, param):
                 held[key] = shard_state(optimizer, key, value, param)
 
