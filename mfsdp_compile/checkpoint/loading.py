@@ -37,7 +37,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mfsdp_compile.runtime.optim.state import load_named, optimizer_name
+from mfsdp_compile.runtime.optim.state import check_holds_own_state, load_named, optimizer_name
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -131,6 +131,7 @@ def load(
         CheckpointError: If, on this rank, something is missing, damaged or does not match. The message lists all of it.
             Nothing is loaded.
         RuntimeError: If another rank failed.
+        ValueError: If the optimizer holds others whose state it does not load. Nothing is loaded.
     """
     directory = Path(path)
     model = unwrapped(model, "load")
@@ -146,6 +147,8 @@ def load(
             "cast": allow_cast,
         }
         allowed = {kind: [held] if isinstance(held, str) else list(held) for kind, held in given.items()}
+        if optimizer is not None:
+            check_holds_own_state(optimizer)
         manifest = _manifest_of(directory, verify)
         _check_files(directory, manifest, verify, everyone)
         try:

@@ -245,7 +245,7 @@ class OptimizerPlan:
         info = self._stored[key]
         if isinstance(info, BytesStorageMetadata):
             self.staged[key] = None
-        elif whole_step_of(self._optimizer) is not None or not follows_rows(state, info.size, param):
+        elif whole_step_of(self._optimizer) is not None or not follows_rows(self._optimizer, state, info.size, param):
             self._reader.check(key)  # before memory is allocated for it
             self.staged[key] = torch.empty(info.size, dtype=info.properties.dtype)
         else:
@@ -259,8 +259,9 @@ class OptimizerPlan:
         """Return how an entry differs in shape from what the optimizer can step with; empty if it does not."""
         info, state = self._stored[key], str(path[0])
         wanted = _at(expected, path)
-        if wanted is None and (is_number(state) or is_by_element(self._optimizer)):
-            of_param = not is_number(state) and not isinstance(info, BytesStorageMetadata) and info.size.numel() != 1
+        is_one = is_number(self._optimizer, state)
+        if wanted is None and (is_one or is_by_element(self._optimizer)):
+            of_param = not is_one and not isinstance(info, BytesStorageMetadata) and info.size.numel() != 1
             wanted = param.shape if of_param else torch.Size()
         if wanted is None:  # state that the optimizer creates later, or that only its first step can tell
             return ""

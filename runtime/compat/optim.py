@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 from .frames import frames
 
 __all__ = [
+    "complete_hooks",
     "has_step_hooks",
     "is_of_scheduler",
     "is_running",
@@ -21,6 +23,12 @@ __all__ = [
     "orthogonalize",
     "step_without_hooks",
 ]
+
+
+def complete_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Add what torch's methods for hooks on state dicts need, and optimizers lack whose constructor is not torch's."""
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        vars(optimizer).setdefault(f"_optimizer_{name}_hooks", OrderedDict())
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:

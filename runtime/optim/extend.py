@@ -65,14 +65,15 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
     """
     sharded = dict(module.named_parameters())
     old_state = dict(optimizer.state)
-    optimizer.state.clear()
+    for whole in names:  # and nothing that the program keeps there by other keys
+        optimizer.state.pop(whole, None)
     for group in optimizer.param_groups:
         for i, whole in enumerate(group["params"]):
             param = sharded[names[whole]]
             group["params"][i] = param
             if whole in old_state:
                 optimizer.state[param] = {
-                    key: shard_state(key, value, param) for key, value in old_state[whole].items()
+                    key: shard_state(optimizer, key, value, param) for key, value in old_state[whole].items()
                 }
 
 
@@ -158,6 +159,7 @@ def extend(
     over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
     if over is not None:
         step = functools.wraps(step)(_over(over))
+    compat.complete_hooks(optimizer)
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     show_unstepped(optimizer)
     if by_name:

@@ -142,7 +142,7 @@ def _why_not(optimizer: torch.optim.Optimizer, kind: str, known: bool, what: str
             f"a {name} is not known to {what}. If it does, declare it: "
             f"mfsdp_compile.declare_optimizer({declared!r}, {name})"
         )
-    if _holds_optimizer([*vars(optimizer).values()]):
+    if any(held_by(optimizer)):
         return f"this {name} holds another optimizer, which keeps state of its own"
     replaced = _replaced_method(optimizer)
     return replaced and f"this {name} is not known to {what}: the program has replaced {replaced}"
@@ -229,12 +229,17 @@ def _replaced_method(optimizer: torch.optim.Optimizer) -> str:
     return next((f"{name}()" for name in replaced if name not in _HARMLESS), "")
 
 
-def _holds_optimizer(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_optimizer, value))
-    return isinstance(value, torch.optim.Optimizer)
+def held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that an optimizer holds in attributes."""
+    return (found for value in vars(optimizer).values() for found in _optimizers_in(value) if found is not optimizer)
+
+
+def _optimizers_in(value: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(each)
 
 
 class _Code:

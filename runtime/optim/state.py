@@ -31,7 +31,7 @@ from ..owner import name_of, owner_of
 from ..program_lines import warn
 from ..ranks.agreement import has_others
 from .flat_step import flat_step_of
-from .kinds import is_plain, kind_of
+from .kinds import held_by, is_plain, kind_of
 from .whole_step import WholeStep, whole_step_of
 
 PREFIX = "module."
@@ -54,19 +54,25 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-_NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "step": lambda group: 0,
-    "mu_product": lambda group: 1,  # NAdam's
-    "mu": lambda group: 1,  # ASGD's, like the next
-    "eta": lambda group: float(group["lr"]),
+_NUMBERS: Mapping[str, tuple[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], float]]] = {
+    "step": (torch.optim.Optimizer, lambda group: 0),
+    "mu_product": (torch.optim.NAdam, lambda group: 1),
+    "mu": (torch.optim.ASGD, lambda group: 1),
+    "eta": (torch.optim.ASGD, lambda group: float(group["lr"])),
 }
 """State of torch's optimizers that has one number per parameter, not one per element; for a parameter with a single
-element, the shape does not tell. The values compute the initial number of a parameter in ``group``."""
+element, the shape does not tell. With the class, and what computes the initial number of a parameter in ``group``."""
 
 
-def is_number(key: str) -> bool:
-    """Whether state ``key`` of torch's optimizers is one number per parameter."""
-    return key in _NUMBERS
+def is_number(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Whether state ``key`` is one number per parameter, because the optimizer's class is torch's or derived from it.
+
+    Other classes may have state of that name for each element.
+    """
+    of_torch = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim."))
+    return key in _NUMBERS and any(
+        issubclass(cls, _NUMBERS[key][0]) for cls in of_torch if cls is not torch.optim.Optimizer
+    )
 
 
 def is_by_element(optimizer: torch.optim.Optimizer) -> bool:
@@ -74,9 +80,10 @@ def is_by_element(optimizer: torch.optim.Optimizer) -> bool:
     return kind_of(optimizer) == "elementwise" and type(optimizer).__module__.startswith("torch.optim.")
 
 
-def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
+def follows_rows(optimizer: torch.optim.Optimizer, key: str, shape: torch.Size, param: Any) -> bool:
     """Whether state ``key`` of a parameter is sharded like the parameter."""
-    return shape == param.shape and key not in _NUMBERS
+    counts = key == "step" and not shape  # of any class: nothing else tells for a parameter that is a number
+    return shape == param.shape and not counts and not is_number(optimizer, key)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -84,13 +91,13 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__.removeprefix("Sharded")
 
 
-def shard_state(key: str, value: Any, param: Any) -> Any:
+def shard_state(optimizer: torch.optim.Optimizer, key: str, value: Any, param: Any) -> Any:
     """Copy this rank's rows of state with the parameter's shape; return anything else unchanged."""
     if (
         not isinstance(param, RowShardedTensor)
         or not isinstance(value, Tensor)
         or isinstance(value, RowShardedTensor)
-        or not follows_rows(key, value.shape, param)
+        or not follows_rows(optimizer, key, value.shape, param)
     ):
         return value
     whole = whole_tensor(value) if isinstance(value, DTensor) else value
@@ -143,6 +150,7 @@ def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Raises:
         ValueError: It is not made of the state of parameters and their groups, or see :func:`parameter_names`.
     """
+    check_holds_own_state(optimizer)
     found = _named(optimizer, optimizer.state_dict())
     names = iter(parameter_names(optimizer))
     for group in optimizer.param_groups:
@@ -150,6 +158,25 @@ def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if name not in found["state"] and (first := initial_state(optimizer, group, param)):
                 found["state"][name] = first
     return found
+
+
+def check_holds_own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the state dict of an optimizer has the state of those that it holds, and that they get it back.
+
+    Raises:
+        ValueError: It holds an optimizer with state of its own, and torch's methods, which save and load its own only.
+    """
+    cls, base = type(optimizer), torch.optim.Optimizer
+    has_methods = cls.state_dict is not base.state_dict and cls.load_state_dict is not base.load_state_dict
+    for held in held_by(optimizer):
+        check_holds_own_state(held)
+        params = ((group, param) for group in held.param_groups for param in group["params"])
+        if not has_methods and (any(held.state.values()) or any(initial_state(held, *each) for each in params)):
+            raise ValueError(
+                f"The {cls.__name__} holds another optimizer, a {optimizer_name(held)}, and its state_dict() and "
+                "load_state_dict() leave out the state of that. Define both in the class, such that they return and "
+                f"take the state of what it holds, or save the {optimizer_name(held)} instead."
+            )
 
 
 def load_named(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -280,8 +307,8 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     compat.step_without_hooks(type(optimizer))(beside)
     state: dict[str, Any] = {}
     for key, value in beside.state[twin].items():
-        if key in _NUMBERS:
-            first = _NUMBERS[key](group)
+        if is_number(optimizer, key) or (key == "step" and (not isinstance(value, Tensor) or not value.ndim)):
+            first = _NUMBERS[key][1](group)
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
         elif by_rows and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
@@ -378,10 +405,14 @@ def cut_distributed_state(optimizer: torch.optim.Optimizer) -> None:
 
     ``set_optimizer_state_dict(full_state_dict=True)`` loads such state.
     """
-    for param, held in optimizer.state.items():
+    state = getattr(optimizer, "state", {})  # some that hold another optimizer have none
+    for param in _params(optimizer):
+        held = state.get(param)
+        if not isinstance(held, dict):
+            continue
         for key, value in held.items():
             if _is_distributed_like(value, param):
-                held[key] = shard_state(key, value, param)
+                held[key] = shard_state(optimizer, key, value, param)
 
 
 def _is_distributed_like(value: Any, param: Any) -> bool:
@@ -410,7 +441,7 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     if (whole := whole_step_of(optimizer)) is not None:
         state = _owned_state(optimizer, whole, state_dict["state"], param_of)
     else:
-        state = {key: _cut(held, param_of.get(key)) for key, held in state_dict["state"].items()}
+        state = {key: _cut(optimizer, held, param_of.get(key)) for key, held in state_dict["state"].items()}
     if is_by_element(optimizer):
         _check_shapes(optimizer, state, param_of)
     left_out = _unstepped(optimizer, state, param_of, settings_of)
@@ -420,19 +451,19 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     return {**state_dict, "state": kept}
 
 
-def _cut(held: dict[str, Any], param: Any) -> dict[str, Any]:
-    return held if param is None else {key: shard_state(key, value, param) for key, value in held.items()}
+def _cut(optimizer: torch.optim.Optimizer, held: dict[str, Any], param: Any) -> dict[str, Any]:
+    return held if param is None else {key: shard_state(optimizer, key, value, param) for key, value in held.items()}
 
 
 def _check_shapes(
     optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]], param_of: Mapping[Any, Any]
 ) -> None:
-    for number, held in state.items():
-        param = param_of.get(number)
-        for key, value in held.items():
-            if param is None or not isinstance(value, Tensor):
+    for number in param_of.keys() & state.keys():
+        param = param_of[number]
+        for key, value in state[number].items():
+            if not isinstance(value, Tensor):
                 continue
-            if value.numel() != 1 if key in _NUMBERS else value.shape != param.shape:
+            if value.numel() != 1 if is_number(optimizer, key) else value.shape != param.shape:
                 raise ValueError(
                     f"The state dict has state {key!r} of shape {tuple(value.shape)} for {name_of(param)!r} of shape "
                     f"{tuple(param.shape)}, which the {type(optimizer).__name__} cannot step with."

@@ -124,6 +124,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     owners = _models(optimizer)
     if owners and _CUTS not in vars(optimizer):
         cut_distributed_state(optimizer)
+        compat.complete_hooks(optimizer)
         optimizer.register_load_state_dict_post_hook(cut_distributed_state)
         vars(optimizer)[_CUTS] = True
         if isinstance(optimizer, torch.optim.Muon) and not isinstance(optimizer, ShardedMuon):

@@ -414,7 +414,39 @@ def test_state_that_counts_no_steps_is_that_of_the_same_parameters_on_all_ranks(
     refuses(path, other, its, "missing (allow_missing): optimizer.spare")
 
 
-STEPLESS: list[tuple[Build, str]] = [(dampened, "names"), (dampened, "flat"), (Sums, "flat"), (Sums, "whole")]
+class Several(torch.optim.Optimizer):
+    """Holds two optimizers, and saves the state of neither."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        self.parts = [adamw(params[:2]), adamw(params[2:])]
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+@on_ranks(2)
+def test_state_of_optimizers_inside_of_another_is_not_lost() -> None:
+    root = shared_folder()
+    model, optimizer, step = make(adamw)
+    step(0)
+    path = Checkpoints(root).save(1, model, optimizer)
+    on_first(lambda: (path / MANIFEST).unlink())  # which has the name of the class
+    for by in ("nothing", "names"):
+        other, its, its_step = make(Several, by)
+        with raises_everywhere(ValueError, "The Several holds another optimizer, a AdamW", "Define both in the class"):
+            load(path, other, its)
+        its_step(0)
+        with raises_everywhere(ValueError, "The Several holds another optimizer, a AdamW", "Define both in the class"):
+            Checkpoints(root).save(2, other, its)
+
+
+STEPLESS: list[tuple[Build, str]] = [
+    *((dampened, "names"), (dampened, "flat"), (Sums, "whole")),
+    *((lambda params: Sums(params, "mu"), "flat"), (lambda params: Sums(params, "step"), "whole")),
+]
 
 
 @on_ranks(2)

@@ -323,7 +323,7 @@ def test_muon_shares_out_work() -> None:
 def test_loaded_state_is_a_copy(fake_world: int) -> None:
     model = fully_shard_model(nn.Linear(4, 8))
     whole = torch.ones(8, 4)
-    loaded = shard_state("exp_avg", whole, model.module.weight)
+    loaded = shard_state(torch.optim.Adam(model.parameters()), "exp_avg", whole, model.module.weight)
     loaded.to_local().zero_()
     assert torch.equal(whole, torch.ones(8, 4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections import OrderedDict, defaultdict
@@ -565,6 +566,53 @@ def test_an_optimizer_around_another_is_refused_although_declared() -> None:
         fully_shard_optimizer(optimizer).state_dict()
     assert optimizer.param_groups[0]["count"] == 0
     assert all(torch.equal(param.to_local(), was) for param, was in zip(model.parameters(), before, strict=True))
+
+
+class Bare(torch.optim.Optimizer):
+    """Holds another optimizer, and does not call torch's constructor."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps more in its state than that of parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["steps"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] += 1
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_what_torch_steps_though_it_is_built_otherwise() -> None:
+    for make, prepared in itertools.product(
+        (lambda params: Bare(torch.optim.SGD(params, lr=0.1)), Counting),
+        (lambda optimizer: None, fully_shard_optimizer),
+    ):
+        ends = []
+        for is_sharded in (False, True):
+            model = parity.build(lambda: nn.Linear(3, 5))
+            if is_sharded:
+                model = fully_shard_model(model)
+            optimizer = make(model.parameters())
+            if is_sharded:
+                prepared(optimizer)
+            for _ in range(2):
+                model(torch.ones(2, 3)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append([p.full_tensor() if is_sharded else p.detach() for p in model.parameters()])
+        torch.testing.assert_close(ends[1], ends[0])
+        assert not isinstance(optimizer, Counting) or optimizer.state["steps"] == 2
 
 
 # -- state of one parameter -------------------------------------------------------------------------------------------
