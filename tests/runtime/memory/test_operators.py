@@ -18,6 +18,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 import zoo
 from hypothesis import Phase, given, seed, settings
@@ -594,6 +595,41 @@ def test_results_are_dtensors_that_mix_with_ordinary_tensors() -> None:
     torch.testing.assert_close(sparse.full_tensor().to_dense(), whole["matrix"])
     stacked = torch.stack([norm, norm.square()])
     assert torch.equal(stacked.redistribute(placements=[Shard(0)]).full_tensor(), stacked.full_tensor())
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "async": lambda t: dist.all_reduce(t, async_op=True),
+    "coalesced": lambda t: dist.all_reduce_coalesced([t, t]),
+    "broadcast": lambda t: dist.broadcast(t, 0),
+    "reduce": lambda t: dist.reduce(t, 0),
+    "all_gather": lambda t: dist.all_gather([torch.empty(t.shape) for _ in range(2)], t),
+    "all_gather_into": lambda t: dist.all_gather_into_tensor(torch.empty(2 * t.numel()), t),
+    "reduce_scatter": lambda t: dist.reduce_scatter_tensor(t, torch.ones(2 * t.numel())),
+    "all_to_all": lambda t: dist.all_to_all([torch.empty(t.shape) for _ in range(2)], [t, t]),
+    "functional": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD),
+}
+
+
+@on_ranks(2)
+def test_collectives_of_torch_are_refused() -> None:
+    for strategy in (0, 3):
+        model = fully_shard_model(nn.Linear(3, 5), zero_dp_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        weight = model.module.weight
+        moment = optimizer.state[weight]["momentum_buffer"]
+        tensors = {"values": weight.data, "parameter": weight.detach(), "gradient": weight.grad, "moment": moment}
+        if strategy:
+            tensors["view"] = weight.detach()[0]
+        before = {name: full(t).clone() for name, t in tensors.items()}
+        for collective in COLLECTIVES.values():
+            for tensor in tensors.values():
+                with raises_everywhere(RuntimeError, "collective of torch.distributed", "'weight'", "to_local()"):
+                    collective(tensor)
+        for name, tensor in tensors.items():
+            assert torch.equal(full(tensor), before[name]), name
 
 
 @on_ranks(4)
