@@ -27,7 +27,8 @@ from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
 from .whole_step import WholeStep, whole_step_of
 
-_USES = "mfsdp_uses_of_gradients"
+_uses: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""How often each optimizer has used gradients. Not an attribute: captured steps refuse those that change."""
 
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
@@ -122,11 +123,11 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
 
 def uses_of_gradients(optimizer: torch.optim.Optimizer) -> int:
     """Return how often an extended optimizer has stepped or zeroed gradients: then another accumulation begins."""
-    return int(vars(optimizer).get(_USES, 0))
+    return _uses.get(optimizer, 0)
 
 
 def _count_use(optimizer: torch.optim.Optimizer) -> None:
-    vars(optimizer)[_USES] = uses_of_gradients(optimizer) + 1
+    _uses[optimizer] = uses_of_gradients(optimizer) + 1
 
 
 def is_extended(optimizer: torch.optim.Optimizer) -> bool:

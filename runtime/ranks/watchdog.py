@@ -396,8 +396,9 @@ class Watchdog:
             return
         live = {order: models}
         failed = found_of_another(store, order, "failed")
-        if failed is not None and self._waits_for(store, failed, order, models, mine):
-            # Ranks that have met since the failure have begun another epoch.
+        is_ahead = failed is not None and self._waits_for(store, failed, order, models, mine)
+        # Read again: ranks that meet after a failure withdraw it before they begin more, and begin another epoch.
+        if is_ahead and (failed := found_of_another(store, order, "failed")) is not None:
             text = notices.never_starts(failed, _here(order, mine)) + notices.other_steps(failed, order)
             self._conclude(live, order, _answerable(mine), text, failed["rank"], set())
             return
