@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import json
 import os
 import signal
 import sys
@@ -35,6 +37,7 @@ from torch import Tensor
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.checkpoint.saving import PublishingWriter
+from mfsdp_compile.runtime import compat
 
 CULPRIT = 1
 HEADER = ("on one rank", "other ranks have, within 30 s", "afterwards")
@@ -49,6 +52,9 @@ def has_row(fault: str, told: str, afterwards: str) -> None:
         check_rows(DOCS / "debugging.md", "faults", HEADER, [(fault, f"`{told}`", afterwards)], keys=1)
 
 
+_expected = itertools.count()
+
+
 @contextlib.contextmanager
 def expected(*fragments: str) -> Iterator[None]:
     """Assert that all ranks get an error soon, and that the messages of the innocent ranks contain ``fragments``."""
@@ -58,8 +64,10 @@ def expected(*fragments: str) -> Iterator[None]:
     except BaseException as error:
         message = f"{type(error).__name__}: {error}"
     took = time.monotonic() - begun
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (took, message))
+    # Through the store: connections of the group may have been closed to end a wait, until model.reset().
+    store, number = compat.default_store(), next(_expected)
+    store.set(f"expected/{number}/{dist.get_rank()}", json.dumps([took, message]))
+    everyone = [json.loads(store.get(f"expected/{number}/{rank}")) for rank in range(dist.get_world_size())]
     for rank, (its, text) in enumerate(everyone):
         assert its < SECONDS, everyone
         assert text, everyone
