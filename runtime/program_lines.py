@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -38,20 +38,27 @@ def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0
     """
     if by is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != by:
         return
-    frame: FrameType | None = sys._getframe(1)
+    frame = _program_frame(sys._getframe(1)) or _program_frame(main_frame()) or _outermost(main_frame())
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _program_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not _is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is not None:
-        file, line, module = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
-    else:  # in a thread beside the program
-        stack = compat.stack_of(None)
-        at = next((each for each in reversed(stack) if _is_own(each.filename)), stack[0])  # the first: of python -c
-        file, line, module = at.filename, at.lineno or 0, "__main__"
-    warnings.warn_explicit(message, category, file, line, module, _warned.setdefault(file, {}))
+    return frame
 
 
-_warned: dict[str, dict[Any, Any]] = {}
-"""Registries of warnings that were given, by file."""
+def _outermost(frame: FrameType) -> FrameType:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame  # of python -c
 
 
 def _is_own(file: str) -> bool:
@@ -60,25 +67,30 @@ def _is_own(file: str) -> bool:
     return not (is_of_python or file.startswith(_OTHERS) or compat.is_generated(file))
 
 
-def is_in_package(thread: int) -> bool:
-    """Whether a thread runs code of this package, or code that such code calls."""
-    return any(each.filename.startswith(PACKAGE_FOLDERS) for each in compat.stack_of(thread))
+def main_frame() -> FrameType:
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames()[threading.main_thread().ident or 0]
 
 
-def line_outside(thread: int) -> str | None:
-    """Return the innermost line of the program itself in a thread; None if this package has called what runs now."""
-    stack = compat.stack_of(thread)
-    for each in reversed(stack):
-        if _is_own(each.filename):
-            return place(stack)
-        if each.filename.startswith(PACKAGE_FOLDERS):
+def is_in_package(frame: FrameType | None) -> bool:
+    """Whether a thread whose innermost frame this is runs code of this package, or code that such code calls."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def line_outside(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the program itself; None if this package has called what runs now."""
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
             return None
-    return None
+        frame = frame.f_back
+    return program_line(frame)
 
 
-def program_line(thread: int | None = None) -> str | None:
-    """Return the innermost line of the program itself in a thread. None: the main thread."""
-    return place(compat.stack_of(thread))
+def program_line(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the program itself, searching outward from a frame."""
+    return place(traceback.extract_stack(frame)) if frame is not None else None
 
 
 def program_line_of(error: BaseException) -> str | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
-import sys
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .frames import stack_of
 from .version import TORCH_FOLDER, TORCH_VERSION
 
 __all__ = [
@@ -376,13 +374,12 @@ _OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
-def waits_in(thread: int) -> str | None:
-    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none."""
-    inner = itertools.takewhile(lambda call: call.filename.startswith(TORCH_FOLDER), reversed(stack_of(thread)))
-    if not any(call.filename == dist.distributed_c10d.__file__ for call in inner):
-        return None
-    # Frames of another thread may be followed only where it waits; see stacks().
-    frame = sys._current_frames().get(thread)
+def waits_in(frame: FrameType | None) -> str | None:
+    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
             group = frame.f_locals["group"] or dist.group.WORLD

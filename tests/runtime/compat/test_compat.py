@@ -742,6 +742,7 @@ def test_private_torch_is_touched_in_compat_only() -> None:
 def test_nothing_in_torch_is_patched() -> None:
     """Importing the package leaves torch's functions unchanged."""
     import subprocess
+    import sys
 
     program = (
         "import torch, torch.nn as nn, torch.distributed.tensor as dt\n"
@@ -1151,14 +1152,14 @@ def test_where_a_thread_waits() -> None:
     found: list[Any] = []
     ident = threading.get_ident()
     if dist.get_rank() == 1:
-        looks = threading.Timer(0.5, lambda: found.append(compat.waits_in(ident)))
+        looks = threading.Timer(0.5, lambda: found.append(compat.waits_in(sys._current_frames()[ident])))
         looks.start()
         dist.barrier(group)
         assert found == [group.group_name]
     else:
         time.sleep(1)
         dist.barrier(group)
-    assert compat.waits_in(ident) is None
+    assert compat.waits_in(sys._getframe()) is None
 
 
 def test_addresses_are_written_as_the_system_does() -> None:
