@@ -40,6 +40,7 @@ __all__ = [
     "references_to",
     "renew_mesh",
     "scaled_mm",
+    "span",
     "storage_address",
 ]
 
@@ -94,11 +95,18 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in flatten()[0]} if flatten is not None else {}
 
 
+def span(tensor: Tensor) -> int:
+    """Return the number of bytes from the first to the last element, with those of other tensors between them."""
+    if not tensor.numel():
+        return 0
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def apart(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory, with a storage of its own that ends where ``tensor`` does."""
-    size, start = tensor.element_size(), tensor.storage_offset()
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    own = tensor.untyped_storage()[start * size : (start + last + 1) * size if tensor.numel() else start * size]
+    start = tensor.storage_offset() * tensor.element_size()
+    own = tensor.untyped_storage()[start : start + span(tensor)]
     alone: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alone.set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[no-any-return]
 

@@ -110,7 +110,7 @@ class Backing(tuple[Tensor, ...]):
         return Aliases()
 
     watch: Callable[[], None] | None = None
-    """Of a shard: called before an ordinary tensor refers to it, because writes to that may leave no trace."""
+    """Called before ``to_local()`` returns an ordinary tensor of a shard, because writes to it may leave no trace."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
@@ -162,10 +162,7 @@ def _in(now: Tensor, before: Tensor, alias: Tensor) -> Tensor:
 
 def _place(rows: Tensor) -> range:
     """Return the addresses of the bytes between the first and the last element."""
-    if not rows.numel():
-        return range(0)
-    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    return range(rows.data_ptr(), rows.data_ptr() + (last + 1) * rows.element_size())
+    return range(rows.data_ptr(), rows.data_ptr() + compat.span(rows)) if rows.numel() else range(0)
 
 
 def _overlap(a: range, b: range) -> bool:

@@ -517,8 +517,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         """Raise if a parameter, or how it is gathered, was replaced since the model was sharded.
 
         Args:
-            is_compiled: Whether compiled code is about to use the bucket, which cannot use what
-                ``torch.func.functional_call`` has put in the place of parameters.
+            is_compiled: Whether compiled code is about to use the bucket. It gathers parameters, and would ignore the
+                tensors of ``torch.func.functional_call``.
         """
         for param, locations in zip(self.params, self.locations, strict=True):
             if _GATHERS in vars(param._local_tensor):  # type: ignore[attr-defined]
@@ -535,9 +535,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
                         if not is_compiled:
                             continue
                         raise RuntimeError(
-                            f"torch.func.functional_call has put another tensor in the place of {location.name!r}, "
-                            "which compiled code would not use: it gathers the parameter. Call the model, or the "
-                            "module, eagerly."
+                            f"Compiled code gathers {location.name!r}, and would ignore the tensor that "
+                            "torch.func.functional_call uses instead. Call the model, or the module, eagerly."
                         )
                     raise RuntimeError(
                         f"Parameter {location.name!r} was replaced after fully_shard_model; the new one is not sharded "

@@ -458,7 +458,7 @@ def _cut(optimizer: torch.optim.Optimizer, held: dict[str, Any], param: Any) -> 
 def _check_shapes(
     optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, Any]], param_of: Mapping[Any, Any]
 ) -> None:
-    for number in param_of.keys() & state.keys():
+    for number in (each for each in param_of if each in state):  # in one order, so that ranks name the same
         param = param_of[number]
         for key, value in state[number].items():
             if not isinstance(value, Tensor):

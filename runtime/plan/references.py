@@ -113,8 +113,7 @@ class _MemoryRange:
             return None  # no memory of its own, or hidden
         if not part.numel() or not (start := part.data_ptr()):
             return None
-        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-        return cls(start, start + (last + 1) * part.element_size(), what, part, is_param)
+        return cls(start, start + compat.span(part), what, part, is_param)
 
     @property
     def is_dense(self) -> bool:

@@ -123,18 +123,16 @@ def refuse(func: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
 _OF_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 
 
-def is_collective(func: Any) -> bool:
-    """Whether a function or an operator is one of torch.distributed's collectives."""
-    if hasattr(func, "namespace"):
-        return func.namespace in _OF_COLLECTIVES
-    return getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+def refuse_collective(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise if a function or an operator is a collective of torch.distributed, and is called with shards.
 
-
-def refuse_collective(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise if a collective is called with shards: it would change a copy, which is dropped.
-
-    Schemas of c10d do not say what they write to.
+    It would change a copy, which is dropped: schemas of c10d do not say what they write to.
     """
+    if hasattr(func, "namespace"):
+        is_collective = func.namespace in _OF_COLLECTIVES
+    else:
+        is_collective = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+    tensors = leaves_of(args, kwargs) if is_collective else ()
     rows = next((base for t in tensors if isinstance(base := getattr(t, "base", t), RowShardedTensor)), None)
     if rows is not None:
         raise RuntimeError(

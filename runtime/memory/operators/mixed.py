@@ -23,7 +23,7 @@ from ... import compat
 from ..dispatched import Dispatched, dispatching, run_operators
 from ..replicated import ReplicatedTensor, RowView, is_own, own_of_rank
 from ..tensor import RowShardedTensor
-from .arguments import is_collective, leaves_of, refuse_collective, refuse_packed, refuse_write_of_own, tensors_are_own
+from .arguments import leaves_of, refuse_collective, refuse_packed, refuse_write_of_own, tensors_are_own
 from .elementwise import is_list_of_tensors
 from .whole import NeedsWhole, makes_ordinary, repeated_on_whole
 
@@ -47,8 +47,7 @@ _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_collective(func):
-        refuse_collective(func, leaves_of(args, kwargs))
+    refuse_collective(func, args, kwargs)
     name = getattr(func, "__name__", "")
     writes = None
     if name not in _READ_NO_VALUES and (len(args) != 1 or kwargs or not isinstance(args[0], RowShardedTensor)):

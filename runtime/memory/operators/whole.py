@@ -20,7 +20,6 @@ from ..dispatched import Dispatched
 from ..replicated import ReplicatedTensor, RowView, Step, averaging_of, is_own, replicate
 from ..tensor import RowShardedTensor
 from .arguments import (
-    is_collective,
     leaves_of,
     refuse,
     refuse_collective,
@@ -92,8 +91,7 @@ def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _each_alone(func, args, kwargs)
     tensors, writes = leaves_of(args, kwargs), list(written_to(func, args, kwargs))
     spread = [t for t in tensors if isinstance(t, (RowShardedTensor, RowView))]
-    if is_collective(func):
-        refuse_collective(func, spread)
+    refuse_collective(func, args, kwargs)
     _check_repeated(spread, func.is_view)
     _check(func, args, kwargs, spread, writes)
     if not spread and _has_dtensors(tensors) and not any(isinstance(t, ReplicatedTensor) for t in writes):
