@@ -8,7 +8,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -38,7 +38,7 @@ def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0
     """
     if by is not None and dist.is_available() and dist.is_initialized() and dist.get_rank() != by:
         return
-    frame = _program_frame(sys._getframe(1)) or _program_frame(main_frame()) or _outermost(main_frame())
+    frame = next(filter(_is_of_program, compat.frames()), None) or _of_main_thread()
     warnings.warn_explicit(
         message,
         category,
@@ -49,16 +49,13 @@ def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0
     )
 
 
-def _program_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_own(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+def _of_main_thread() -> FrameType:
+    frames = compat.frames_of(threading.main_thread().ident or 0)
+    return next(filter(_is_of_program, frames), frames[-1])  # the last: of python -c
 
 
-def _outermost(frame: FrameType) -> FrameType:
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame  # of python -c
+def _is_of_program(frame: FrameType) -> bool:
+    return _is_own(frame.f_code.co_filename)
 
 
 def _is_own(file: str) -> bool:
@@ -67,30 +64,38 @@ def _is_own(file: str) -> bool:
     return not (is_of_python or file.startswith(_OTHERS) or compat.is_generated(file))
 
 
-def main_frame() -> FrameType:
-    """Return the innermost frame of the main thread."""
-    return sys._current_frames()[threading.main_thread().ident or 0]
+def is_in_package(thread: int) -> bool:
+    """Whether a thread runs code of this package, or code that such code calls."""
+    return any(_is_of_package(frame) for frame in compat.frames_of(thread))
 
 
-def is_in_package(frame: FrameType | None) -> bool:
-    """Whether a thread whose innermost frame this is runs code of this package, or code that such code calls."""
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
-        frame = frame.f_back
-    return frame is not None
-
-
-def line_outside(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the program itself; None if this package has called what runs now."""
-    while frame is not None and not _is_own(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+def line_outside(thread: int) -> str | None:
+    """Return the innermost line of the program itself in a thread; None if this package has called what runs now."""
+    for frame in compat.frames_of(thread):
+        if _is_of_program(frame):
+            return _line([frame])
+        if _is_of_package(frame):
             return None
-        frame = frame.f_back
-    return program_line(frame)
+    return None
 
 
-def program_line(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the program itself, searching outward from a frame."""
-    return place(traceback.extract_stack(frame)) if frame is not None else None
+def program_line(thread: int | None = None) -> str | None:
+    """Return the innermost line of the program itself in a thread. None: in the main thread."""
+    return _line(compat.frames_of(thread or threading.main_thread().ident or 0))
+
+
+def program_line_here() -> str | None:
+    """Return the innermost line of the program itself in this thread."""
+    return _line(compat.frames())
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(PACKAGE_FOLDERS)
+
+
+def _line(frames: Iterable[FrameType]) -> str | None:
+    found = next(filter(_is_of_program, frames), None)
+    return place(traceback.StackSummary.extract([(found, found.f_lineno)])) if found is not None else None
 
 
 def program_line_of(error: BaseException) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 from ..memory.operators.arguments import leaves_of, written_to
-from ..program_lines import program_line
+from ..program_lines import program_line, program_line_here
 
 aten = torch.ops.aten
 
@@ -109,7 +108,7 @@ class CapturedOperators(compat.TorchDispatchMode):
     def refuse(self, why: str) -> None:
         """Raise an error that says why the step cannot be captured, and where."""
         # Autograd runs a backward on a thread of its own, behind the program's line in this one.
-        line = program_line(sys._getframe()) or program_line(sys._current_frames().get(self._thread))
+        line = program_line_here() or program_line(self._thread)
         self.reason = self.reason or (f"{why}. At {line}" if line is not None else why)
         raise CaptureRefused(f"A step that is captured in a CUDA graph cannot go on here: {self.reason}")
 

@@ -26,6 +26,7 @@ try:
     from .dispatch import *
     from .distributed import *
     from .dynamo import *
+    from .frames import *
     from .gloo import *
     from .inductor import *
     from .nccl import *

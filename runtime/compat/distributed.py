@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .frames import frames_of, no_collections
 from .version import TORCH_FOLDER, TORCH_VERSION
 
 __all__ = [
@@ -374,17 +374,15 @@ _OWN = "mfsdp"
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
-def waits_in(frame: FrameType | None) -> str | None:
-    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
-
-    Args:
-        frame: The innermost frame of the thread.
-    """
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
-            group = frame.f_locals["group"] or dist.group.WORLD
-            return group.group_name if isinstance(group, dist.ProcessGroup) else None
-        frame = frame.f_back
+def waits_in(thread: int) -> str | None:
+    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none."""
+    with no_collections():
+        for frame in frames_of(thread):
+            if not frame.f_code.co_filename.startswith(TORCH_FOLDER):
+                break
+            if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
+                group = frame.f_locals["group"] or dist.group.WORLD
+                return group.group_name if isinstance(group, dist.ProcessGroup) else None
     return None
 
 

@@ -1,17 +1,50 @@
-"""The calls that this thread is in."""
+"""The calls that threads are in."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__: list[str] = []
+__all__ = ["frames", "frames_of"]
+
+_lock = threading.RLock()
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread, innermost first, beginning with the one that iterates."""
-    frame = sys._getframe().f_back
+    """Yield the frames of this thread, innermost first, beginning with that of the caller."""
+    return _outward(sys._getframe(1))
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """Return the frames of another thread, innermost first; none if it has ended."""
+    with no_collections():
+        return list(_outward(sys._current_frames().get(thread)))
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Context for looking at the frames of another thread.
+
+    Before Python 3.12, the creation of a frame object, or of a dictionary of locals, may start a garbage collection.
+    While its finalizers run, the other thread goes on and the frame may end, which crashes. Therefore none starts here,
+    as in ``sys._current_frames`` since python/cpython#106883.
+    """
+    with _lock:
+        if sys.version_info >= (3, 12) or not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

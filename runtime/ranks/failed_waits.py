@@ -71,18 +71,18 @@ def why_failed(live: Collection[Order], guarded: Collection[Guarded], error: Run
         for each in guarded:
             if abandoned := found(store, key_of(each.group.group_name, "abandoned")):
                 return f"{abandoned['text']}."
-        others = sorted({rank for order in live for rank in known[order.group]} - {dist.get_rank()})
+        groups = {order.group for order in live} & known.keys()  # of others, the program has destroyed the group
+        others = sorted({rank for group in groups for rank in known[group]} - {dist.get_rank()})
         if compat.is_timeout(error):
             answers, failed = ask(store, others, ANSWER), None  # ranks that have waited as well
         else:
             answers, failed = _wait_for_end(store, live, others)
-        groups = {order.group for order in live}
         if silent := [rank for rank in answers.ended if last_told(store, groups, rank) is None]:
             return (
                 f"The process of {ranks_text(silent)} has ended and could not say why: it was killed, crashed or ran "
                 "out of memory. What it printed last, or the log of its machine, tells."
             )
-    except (RuntimeError, OSError, KeyError):
+    except (RuntimeError, OSError):
         return (
             "The process that keeps the store of the process group has ended: rank 0, or its launcher. What it printed "
             "last says why."

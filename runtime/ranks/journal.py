@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
-from ..program_lines import main_frame, place, program_line
+from ..program_lines import place, program_line
 from ..untrusted_files import FileRefused, new_file
 
 LENGTH = 512
@@ -191,7 +191,7 @@ class Journal:
             "torch": torch.__version__,
             "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
             "entries": list(self._written_entries(now)),
-            "place": place(traceback.extract_tb(trace)) if trace is not None else program_line(main_frame()),
+            "place": place(traceback.extract_tb(trace)) if trace is not None else program_line(),
             "stacks": _stacks(),
         }
 
@@ -287,8 +287,10 @@ def _stacks() -> dict[str, list[str]]:
     """Return the stacks of all threads, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        names.get(ident, str(ident)): [str(frame) for frame in traceback.format_stack(frame)]
-        for ident, frame in sys._current_frames().items()
+        names.get(ident, str(ident)): traceback.StackSummary.extract(
+            (frame, frame.f_lineno) for frame in reversed(compat.frames_of(ident))
+        ).format()
+        for ident in list(sys._current_frames())
         if not names.get(ident, "").startswith("mfsdp-")
     }
 

@@ -14,7 +14,6 @@ The notices of a process group are under ``mfsdp/watch/<group>/``, as JSON:
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -85,7 +84,7 @@ def tell_end(store: dist.Store, order: Order, how: str, is_over: bool) -> None:
         "number": order.events,
         "how": how,
         "after": order.latest,
-        "line": program_line(sys._current_frames().get(order.thread)),
+        "line": program_line(order.thread),
     }
     store.set(key_of_end(order.group, dist.get_rank()), json.dumps(told))
     first = found(store, key_of(order.group, "failed"))

@@ -8,7 +8,6 @@ agreements: of two such ranks, one finds the notice of the other (:mod:`.watchdo
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections import Counter
@@ -102,13 +101,11 @@ class Waits:
     def tell(self, store: dist.Store, asked: Asking, live: Collection[Order]) -> None:
         """Tell other ranks that this one waits, unless another one has told that has begun no more than this one."""
         order = asked.order or main_order(live)
-        frames = sys._current_frames()
         told = come_so_far(order) | {
             "number": order.events + 1 if order is not None else 0,
             "what": asked.shown,
             "after": order.latest if order is not None else "",
-            "line": program_line(frames.get(asked.thread))
-            or (program_line(frames.get(order.thread)) if order is not None else None),
+            "line": program_line(asked.thread) or (program_line(order.thread) if order is not None else None),
             "group": asked.group,
             "place": asked.place,
             "visit": asked.visit,

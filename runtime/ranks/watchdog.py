@@ -333,7 +333,7 @@ class Watchdog:
 
     def _where(self) -> str:
         """Say where the program is, unless it waits for other ranks: perhaps for a lock, for ever."""
-        line = line_outside(sys._current_frames().get(_thread(self._live())))
+        line = line_outside(_thread(self._live()))
         stood = time.monotonic() - self._place[2]
         return f"runs, and has been at {line} for {stood:.0f} s" if line is not None and self._place[2] else ""
 
@@ -425,19 +425,18 @@ class Watchdog:
             if failed["is over"] and mine.order in (None, order) and self._waits.is_waiting(store, mine):
                 return True
             return of_models or order.events + (mine.is_next and mine.order is order) > failed["number"]
-        if is_in_package(sys._current_frames().get(order.thread)):
+        if is_in_package(order.thread):
             return order.events > failed["number"] or _has_started_beyond(counts)
         return of_models
 
     def _tell_rest(self, store: dist.Store, order: Order) -> None:
         """Tell others in which collective of the program itself this rank waits, if it did when looked at before."""
-        frame = sys._current_frames().get(order.thread)
-        name = compat.waits_in(frame) if not is_in_package(frame) else None
+        name = compat.waits_in(order.thread) if not is_in_package(order.thread) else None
         rest = (name, compat.collectives_started(compat.process_group(name))) if name is not None else None
         before, self._rests[order] = self._rests.get(order), rest
         if rest is None or rest != before:
             return
-        told = notices.come_so_far(order) | {"group": name, "line": program_line(frame)}
+        told = notices.come_so_far(order) | {"group": name, "line": program_line(order.thread)}
         notices.publish(store, order.group, "rest", told)
 
     def _order_with(self, live: Collection[Order], ask: Notice) -> Order | None:
@@ -544,7 +543,7 @@ def _other_wait(live: Collection[Order], ask: Notice) -> str | None:
 
     None if it does not wait in one, or the asking rank has started that collective.
     """
-    name = compat.waits_in(sys._current_frames().get(_thread(live)))
+    name = compat.waits_in(_thread(live))
     if name is None or name not in ask["counts"]:
         return None
     group = compat.process_group(name)
@@ -563,9 +562,8 @@ def _here(order: Order | None, mine: Asking | None, wait: str | None = None) -> 
         what = f"a collective over process group {wait}"
     else:
         what = journal.doing() or (order.latest if order is not None else "something else")
-    frames = sys._current_frames()
-    line = program_line(frames.get(mine.thread)) if mine is not None else None
-    line = line or program_line(frames.get(_thread([order] if order is not None else [])))
+    line = program_line(mine.thread) if mine is not None else None
+    line = line or program_line(_thread([order] if order is not None else []))
     at = f", at {line}" if line else ""
     come = f"has come as far as {order.latest}, {order.progress}, and " if order is not None else ""
     return f"rank {dist.get_rank()} {come}waits in {what}{at}"
@@ -581,7 +579,7 @@ def _cannot_meet(rest: Notice, order: Order, models: Collection[Watched]) -> boo
         rest: What the other rank has told.
     """
     started, counts, group = collectives_started(), rest["counts"], rest["group"]
-    if group not in started or not is_in_package(sys._current_frames().get(order.thread)):
+    if group not in started or not is_in_package(order.thread):
         return False
     if started[group] >= counts[group]:
         return journal.began_with(group, counts[group], {model.name for model in models})

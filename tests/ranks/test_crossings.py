@@ -21,6 +21,7 @@ import torch.distributed as dist
 import zoo
 from pool import on_ranks
 from test_stalls import Training, looking_often, mesh
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, save_pretrained
@@ -229,6 +230,9 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
 @on_ranks(2, timeout=120)
 def test_a_deadlocked_thread_is_named() -> None:
     """A time-out names the line where the program of a rank waits for a lock, in a gather and in an agreement."""
+    gone = dist.new_group()
+    other = fully_shard_model(nn.Linear(4, 4), DeviceMesh.from_group(gone, "cpu", mesh_dim_names=("dp",)))
+    dist.destroy_process_group(gone)  # of a model that still exists
     short = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu", mesh_dim_names=("dp",))
     model: Any = fully_shard_model(parity.build(zoo.Plain), short, fsdp_unit_modules=[zoo.Block])
     folder, x, lock = shared(), torch.ones(2, 8), threading.Condition()
@@ -255,6 +259,7 @@ def test_a_deadlocked_thread_is_named() -> None:
             assert "lock.wait(60)  # the deadlock" in str(found.value), found.value
         dist.barrier()
         model.reset()
+    del other
 
 
 PROGRAM = """

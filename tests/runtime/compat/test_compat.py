@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -1152,14 +1154,24 @@ def test_where_a_thread_waits() -> None:
     found: list[Any] = []
     ident = threading.get_ident()
     if dist.get_rank() == 1:
-        looks = threading.Timer(0.5, lambda: found.append(compat.waits_in(sys._current_frames()[ident])))
+        looks = threading.Timer(0.5, lambda: found.append(compat.waits_in(ident)))
         looks.start()
         dist.barrier(group)
         assert found == [group.group_name]
     else:
         time.sleep(1)
         dist.barrier(group)
-    assert compat.waits_in(sys._getframe()) is None
+    assert compat.waits_in(threading.get_ident()) is None
+
+
+def test_frames_of_a_thread_that_runs() -> None:
+    """Garbage collections, which let that thread end its frames, do not start while its frames are read."""
+    program = Path(__file__).with_name("frames_of_running_thread.py")
+    frames = importlib.import_module(compat.frames_of.__module__)
+    ended = subprocess.run(
+        [sys.executable, str(program), str(frames.__file__)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "alive\n", ended.stderr
 
 
 def test_addresses_are_written_as_the_system_does() -> None:
