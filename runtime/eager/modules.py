@@ -40,6 +40,8 @@ from ..formats.packed import PACKED, PackedWeight, Weight
 from ..geometry.partition import Partition
 from ..memory.bucket import ParamHandle
 from ..memory.dispatched import Dispatched
+from ..memory.redistribute import announce_at_rest
+from ..memory.replicated import is_own
 from ..memory.tensor import RowShardedTensor
 from ..owner import is_ignored, refuse_dropped
 from ..program_lines import warn
@@ -461,7 +463,15 @@ class _Sharded(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Copy values into shards, also with ``assign=True``: parameters are parts of a bucket."""
+        """Copy values into shards, also with ``assign=True``: parameters are parts of a bucket.
+
+        Each rank takes its rows of a whole tensor. If one rank did so alone, the weights would be a mixture.
+        """
+        for name, handle in vars(self)[_HOMES].items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and is_own(value):
+                loaded = handle.bucket.splits[handle.index].name
+                announce_at_rest(handle.bucket.topology, f"load_state_dict of {loaded!r}", loaded)
         if local_metadata.get("assign_to_params_buffers"):
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
             errors: list[str] = args[-1]

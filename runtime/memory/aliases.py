@@ -68,20 +68,23 @@ class Aliases:
         Raises:
             RuntimeError: What refers to them cannot be changed.
         """
-        place = _place(tensor._local_tensor)
+        place, name = _place(tensor._local_tensor), tensor.row_split.name
+
+        def meets(other: range, its_name: str) -> bool:
+            # Ranks without rows do as the others: they go by names.
+            return _overlap(other, place) if place and other else its_name == name
+
         others = [alias for alias in list(self._sharded.values()) if alias is not tensor]
-        sharded = [alias for alias in others if _overlap(_place(alias._local_tensor), place)]
+        sharded = [alias for alias in others if meets(_place(alias._local_tensor), alias.row_split.name)]
         views = [view for view in list(self._views.values()) if view.base is tensor]
         ordinary = []
         for lent in self._ordinary:
-            # Ranks without rows raise as the others do.
-            meet = _overlap(lent.place, place) if place and lent.place else lent.name == tensor.row_split.name
-            if lent.storage.expired() or not meet:
+            if lent.storage.expired() or not meets(lent.place, lent.name):
                 continue
             alias = lent.tensor()
             if alias is None or compat.references_to(alias.untyped_storage()) > compat.references_of_one_tensor():
                 raise RuntimeError(
-                    f"The .data of {tensor.row_split.name!r} is assigned while a tensor or array refers to its rows "
+                    f"The .data of {name!r} is assigned while a tensor or array refers to its rows "
                     "that was derived from to_local(), such as to_local().numpy(), .data or a view. In torch it would "
                     "keep the former values; here it cannot. Copy it instead (to_local().clone()), delete it before "
                     "the assignment, or write values in place: parameter.data.copy_(values). Nothing was changed."

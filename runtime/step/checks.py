@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..memory import gradients
 from ..memory.bucket import Bucket
@@ -114,7 +115,8 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
             continue
         flat = gradients.flat_gradient(bucket)
         assert flat is not None
-        locals_ = [as_real(gradient.to_local()) for gradient in attached]  # type: ignore[union-attr]
+        rows = zip(attached, bucket.views(flat), strict=True)  # a tensor that the program has assigned may be whole
+        locals_ = [as_real(own.to_local() if isinstance(own, DTensor) else view) for own, view in rows]
         # Sum in float32 at least: half precision gives only three digits of a norm.
         summed_in = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         all_norms = torch._foreach_norm([*locals_, flat], 2.0, summed_in)

@@ -232,6 +232,24 @@ def test_an_optimizer_that_differs_on_one_rank() -> None:
 
 
 @on_ranks(2, timeout=60)
+def test_a_state_dict_that_one_rank_loads() -> None:
+    """``if rank == 0: model.load_state_dict(full)`` would write the rows of one rank only."""
+    for prefix in ("", "module."):
+        model, call = make()
+        part = model.module if prefix else model
+        call(torch.ones(2, 8)).backward()
+        full = {name.removeprefix(prefix): torch.ones(p.shape) for name, p in model.named_parameters()}
+        part.load_state_dict(full)
+        before = values(model)
+        with raises_everywhere(RuntimeError, "load_state_dict of 'enter.weight'"):
+            if dist.get_rank() == 0:
+                part.load_state_dict({name: 2 * value for name, value in full.items()})
+            else:
+                call(torch.ones(2, 8)).backward()
+        assert all(map(torch.equal, before, values(model)))
+
+
+@on_ranks(2, timeout=60)
 def test_graphs_that_differ_only_in_whose_buckets_they_gather() -> None:
     """All ranks know both graphs; then each runs another one."""
     model, _ = make()

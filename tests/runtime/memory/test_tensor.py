@@ -206,7 +206,8 @@ def _arrays(model: nn.Module) -> list[Any]:
 def test_former_values_outlive_an_assignment_of_data() -> None:
     """As in torch: what refers to a parameter's memory keeps its values, and the new values refer to the parameter."""
     for strategy in (1, 3):
-        _assign_data(fully_shard_model(_linear(), zero_dp_strategy=strategy), _linear())
+        for build in (_linear, lambda: parity.build(lambda: nn.Linear(5, 1, bias=False))):  # one row
+            _assign_data(fully_shard_model(build(), zero_dp_strategy=strategy), build())
 
 
 def _assign_data(model: nn.Module, alone: nn.Module) -> None:
@@ -242,7 +243,7 @@ def _assign_data(model: nn.Module, alone: nn.Module) -> None:
     with torch.no_grad():
         for change in (back_up, assign, restore, assign, assign, restore, swap, restore, write_to_what_was_assigned):
             both(lambda param, change=change: (change(param), param, *kept[param])[1:])
-        torch.testing.assert_close(model(torch.ones(2, 5)), alone(torch.ones(2, 5)))
+            torch.testing.assert_close(model(torch.ones(2, 5)), alone(torch.ones(2, 5)))
         for param in model.parameters():
             before, rows = param.full_tensor(), param.to_local()
             values = rows.clone()
@@ -560,6 +561,11 @@ def test_gradients_that_change_places() -> None:
         each(x).backward()
     for name, param in model.module.named_parameters():
         torch.testing.assert_close(param.grad.full_tensor(), alone.get_parameter(name).grad)
+        param.grad = alone.get_parameter(name).grad / 100
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer.step()
+    for param, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), its - its.grad / 100)
 
 
 @on_ranks(2)
