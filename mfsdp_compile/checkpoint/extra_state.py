@@ -110,15 +110,18 @@ def set_generators(state: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def check_extra(extra: Any) -> None:
+def check_extra(extra: Any, name: str = "extra") -> None:
     """Check that ``extra`` has no distributed tensors: each rank would pickle its own rows, and one rank's are saved.
+
+    Args:
+        name: What the message calls it.
 
     Raises:
         TypeError: It has. The message names one.
     """
-    if (name := next(_distributed(extra, "extra"), None)) is not None:
+    if (found := next(_distributed(extra, name), None)) is not None:
         raise TypeError(
-            f"{name} is a DTensor, of which a rank has its rows only, and the first rank's extra is saved. Save whole "
+            f"{found} is a DTensor, of which a rank has its rows only, and the first rank's are saved. Save whole "
             "tensors (value.full_tensor(), on all ranks), or save what it belongs to, a model or another optimizer, "
             "with Checkpoints in another folder. Nothing was written."
         )

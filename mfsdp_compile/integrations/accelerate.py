@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict
+from mfsdp_compile.checkpoint.extra_state import check_extra
 from mfsdp_compile.wrapper import MegatronFSDP
 
 __all__ = ["FOLDER", "MfsdpAccelerator", "sharded_model"]
@@ -156,7 +157,12 @@ class MfsdpAccelerator(accelerate.Accelerator):
         """Save as accelerate does, with shards for the sharded model and its optimizer. Collective.
 
         Shards are written by :class:`~mfsdp_compile.checkpoint.Checkpoints`.
+
+        Raises:
+            TypeError: If a registered object has state in DTensors. Nothing is written.
         """
+        for each in self._custom_objects:
+            check_extra(each.state_dict(), f"state_dict() of the registered {type(each).__name__}")
         with self._put_aside() as held:
             folder = super().save_state(output_dir, *args, **kwargs)
         if held is not None:

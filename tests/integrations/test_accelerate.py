@@ -228,6 +228,12 @@ def test_what_a_sharded_model_cannot_be_prepared_for() -> None:
         MfsdpAccelerator(cpu=True, dynamo_backend="inductor").prepare(model)
     with trainers():
         accelerator = MfsdpAccelerator(cpu=True)
+        accelerator.register_for_checkpointing(model.module)
+        with raises_everywhere(TypeError, "state_dict() of the registered", "] is a DTensor"):
+            accelerator.save_state("nowhere")
+        assert not Path("nowhere").exists()
+    with trainers():
+        accelerator = MfsdpAccelerator(cpu=True)
         accelerator.prepare(model)
         accelerator.prepare(fully_shard_model(hf_trainer.build(), fsdp_unit_modules=UNITS))
         with raises_everywhere(ValueError, "2 sharded models"):
