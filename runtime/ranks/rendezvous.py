@@ -184,7 +184,7 @@ class Rendezvous:
         brings, verdict = self._arrive()
         if verdict is not None:
             conclude_once(root, f"{self._key}/verdict", verdict)
-            if verdict["kind"] in ("same", "compare"):  # all ranks have arrived, so they have read the previous verdict
+            if verdict["kind"] == "same":  # all ranks have arrived, so they have read the previous verdict
                 for name in ("all", "verdict", "compared"):
                     root.delete_key(f"{previous}/{name}")
         if branch.is_tree and not brings and verdict is None:

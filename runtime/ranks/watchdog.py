@@ -45,7 +45,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from .. import compat
-from ..program_lines import is_in_package, line_outside, program_line
+from ..program_lines import is_in_package, program_line
 from . import notices
 from .collective_order import AFTER_ABORT, KEPT, Order, orders
 from .failed_waits import Guarded, why_failed
@@ -53,6 +53,7 @@ from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
 from .notices import Notice, collectives_started, conclude_once, found, found_of_another, key_of
 from .outstanding import Outstanding
+from .places import Places
 from .waits import Asking, Waits, key_of_ask, main_order
 
 ORDER = "Order of collectives"
@@ -110,8 +111,8 @@ class Watchdog:
         self._due, self._pause = 0.0, TICK
         self._explained: set[str] = set()
         self._rests: dict[Order, tuple[str, int] | None] = {}
-        self._lifeline = Lifeline(self._where)
-        self._place: tuple[int, int, float] = (0, 0, 0.0)
+        self._places = Places()
+        self._lifeline = Lifeline(lambda: self._places.said(_thread(self._live())))
         self._joined: dist.Store | None = None
         self._ends = threading.Event()
         self._guarded: list[Guarded] = []
@@ -294,7 +295,7 @@ class Watchdog:
         """Check once whether the program stands still, and if so, why."""
         if not dist.is_initialized():
             return
-        self._note_place()
+        self._places.note({_thread(self._live()), *(order.thread for order in self._live())})
         self._waits.take_back(self._connection())
         for guarded in list(self._guarded):
             guarded.look(self._connection())
@@ -323,19 +324,6 @@ class Watchdog:
         for order, models in live.items():
             if order.stalled is None:
                 self._look_at(order, models, mine)
-
-    def _note_place(self) -> None:
-        """Note whether the program has moved."""
-        frame = sys._current_frames().get(_thread(self._live()))
-        here = (id(frame), frame.f_lasti) if frame is not None else (0, 0)
-        if here != self._place[:2]:
-            self._place = (*here, time.monotonic())
-
-    def _where(self) -> str:
-        """Say where the program is, unless it waits for other ranks: perhaps for a lock, for ever."""
-        line = line_outside(_thread(self._live()))
-        stood = time.monotonic() - self._place[2]
-        return f"runs, and has been at {line} for {stood:.0f} s" if line is not None and self._place[2] else ""
 
     def _look_for_lost(self, asked: Sequence[Asking]) -> None:
         """Answer agreements in place of ranks whose processes have ended."""
@@ -425,7 +413,8 @@ class Watchdog:
             if failed["is over"] and mine.order in (None, order) and self._waits.is_waiting(store, mine):
                 return True
             return of_models or order.events + (mine.is_next and mine.order is order) > failed["number"]
-        if is_in_package(order.thread):
+        # One that moves, or has only just stopped, may be on its way to an agreement.
+        if is_in_package(order.thread) and self._places.stood(order.thread) >= TICK:
             return order.events > failed["number"] or _has_started_beyond(counts)
         return of_models
 
