@@ -50,8 +50,9 @@ def warn(message: str, category: type[Warning] = UserWarning, by: int | None = 0
 
 
 def _of_main_thread() -> FrameType:
-    frames = compat.frames_of(threading.main_thread().ident or 0)
-    return next(filter(_is_of_program, frames), frames[-1])  # the last: of python -c
+    thread = threading.main_thread().ident or 0
+    # The outermost is that of python -c. Frames are in no variable: in the main thread, one of them would hold it.
+    return next(filter(_is_of_program, compat.frames_of(thread)), None) or compat.frames_of(thread)[-1]
 
 
 def _is_of_program(frame: FrameType) -> bool:

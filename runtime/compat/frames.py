@@ -20,7 +20,10 @@ def frames() -> Iterator[FrameType]:
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """Return the frames of another thread, innermost first; none if it has ended."""
+    """Return the frames of a thread, innermost first; none if it has ended.
+
+    They hold what is in their variables. Of this thread, a frame that keeps them in a variable would hold itself.
+    """
     with no_collections():
         return list(_outward(sys._current_frames().get(thread)))
 

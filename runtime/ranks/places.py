@@ -17,11 +17,11 @@ class Places:
 
     def note(self, threads: Collection[int]) -> None:
         """Note which of these threads have moved since the last look."""
-        frames, now, before = sys._current_frames(), time.monotonic(), self._at
-        at = {thread: (id(frame), frame.f_lasti) for thread in threads if (frame := frames.get(thread)) is not None}
+        now, before = time.monotonic(), self._at
         self._at = {
             thread: (*here, before[thread][2] if before.get(thread, ())[:2] == here else now)
-            for thread, here in at.items()
+            for thread in threads
+            if (here := _instruction(thread)) is not None
         }
 
     def stood(self, thread: int) -> float:
@@ -33,3 +33,9 @@ class Places:
         line = line_outside(thread)
         runs = line is not None and thread in self._at
         return f"runs, and has been at {line} for {self.stood(thread):.0f} s" if runs else ""
+
+
+def _instruction(thread: int) -> tuple[int, int] | None:
+    """Return the innermost frame of a thread, by its ``id``, and its instruction; None if the thread has ended."""
+    frame = sys._current_frames().get(thread)  # all frames in a variable would hold this one, and so one another
+    return (id(frame), frame.f_lasti) if frame is not None else None
