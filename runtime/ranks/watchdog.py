@@ -456,7 +456,7 @@ class Watchdog:
         store = self._connection()
         if order is not None:
             for scope in {order.group}.union(*(model.scopes for model in live[order])):
-                notices.publish(store, scope, "over", {"epoch": order.epoch, "text": text, "rank": rank})
+                notices.publish(store, scope, "over", {"epoch": self._seen[order][0], "text": text, "rank": rank})
         self._answer(store, keys, notices.astray(text, rank))
         if order is not None:
             self._end(order, text, more)
@@ -467,7 +467,9 @@ class Watchdog:
                 conclude_once(store, f"{key}/{answer}", verdict)
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
-        """End the wait of this rank."""
+        """End the wait of this rank, unless the program has got an error in another way, and has started over."""
+        if order.epoch != self._seen[order][0]:
+            return
         order.stall(text)
         _log.error("Rank %d: %s", dist.get_rank(), order.standstill())
         if order.was_aborted:

@@ -69,8 +69,17 @@ PRIVATE = {
     "_version": "whether a tensor was written to: documented, and private by name",
 }
 """Private attributes of torch's objects that are read outside of ``runtime/compat``, and why."""
-OTHERS = {"_asdict", "_auto_class", "_current_frames", "_exit", "_getframe", "_init_weights", "_keys_to_ignore_on_save"}
-"""Private attributes that belong to Python's or transformers' objects."""
+OTHERS = {
+    "_asdict",
+    "_auto_class",
+    "_current_frames",
+    "_custom_objects",
+    "_exit",
+    "_getframe",
+    "_init_weights",
+    "_keys_to_ignore_on_save",
+}
+"""Private attributes of objects of Python, transformers and accelerate."""
 
 MOST_IN_COMPAT = 100
 """How many private names of torch ``runtime/compat`` uses."""
