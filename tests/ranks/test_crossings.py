@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile import fully_shard_model, save_pretrained
 from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.ranks import notices
 from mfsdp_compile.runtime.ranks.agreement import agree
-from mfsdp_compile.runtime.ranks.collective_order import orders
-from mfsdp_compile.runtime.ranks.outstanding import Outstanding
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 
 SECONDS = 20.0
@@ -211,12 +210,11 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
     model: Any = fully_shard_model(parity.build(zoo.Plain), ranks, fsdp_unit_modules=[zoo.Block])
     for each in (other, model):
         each(torch.ones(2, 8)).sum().backward()
-    folder = shared()
-    for each in Outstanding.of_all():  # of earlier tests: the end of a program waits for them
-        each.settle()
+    folder, orders_of = shared(), {each.sharded.coordinator.order for each in (other, model)}
     dist.barrier()
     if dist.get_rank() == 1:
-        watchdog._end_models("had destroyed its process group", None)
+        for each in orders_of:  # not all: models that other tests have left would end waits of later ones
+            notices.tell_end(compat.default_store(), each, "had destroyed its process group", is_over=True)
         released(folder)
     else:
         begun = time.monotonic()
@@ -226,8 +224,8 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
         release(folder)
     dist.barrier()
     other.reset()  # later tests use the default group
-    for group in orders():  # whose models other tests may have left
-        watchdog.forget_failure(compat.default_store(), group)
+    for each in orders_of:
+        watchdog.forget_failure(compat.default_store(), each.group)
     dist.barrier()
 
 
