@@ -50,7 +50,7 @@ def run_operators(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         with _DispatchMode():
             out = func(*args, **kwargs)
         if torch.is_grad_enabled() and isinstance(out, Tensor) and out.grad_fn is not None:
-            out.register_hook(_no_backward)
+            out.register_hook(lambda _: refuse_backward())
         return out
 
 
@@ -78,7 +78,10 @@ _PLAIN_ATTRIBUTES = {
 }
 
 
-def _no_backward(gradient: Tensor) -> Tensor:
+def refuse_backward() -> None:
+    """Raise if this torch cannot differentiate what is computed from shards: their gradients would lose their rows."""
+    if compat.DTENSOR_SUBCLASSES_DISPATCH:
+        return
     raise RuntimeError(
         f"torch {torch.__version__} cannot differentiate through sharded parameters between steps; torch 2.13 and "
         "newer can. Compute it from module.parameter inside a forward."

@@ -29,7 +29,7 @@ from ..geometry.topology import Topology
 from . import computed, host
 from .aliases import Backing, follow, keep_values
 from .averaging import Averaging
-from .dispatched import Dispatched
+from .dispatched import Dispatched, refuse_backward
 from .redistribute import all_gather_rows, announce_at_rest, as_real, reduce_over_shards, same_ranks, take_rows
 
 _ORIGIN = "mfsdp_origin"
@@ -493,6 +493,7 @@ class _Whole(compat.Function):
     @compat.python_only
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        refuse_backward()
         split, topology = ctx.of
         gradient = Averaging.over(topology, split).mean(gradient)
         return RowShardedTensor.wrap(take_rows(gradient, split, topology.shard).clone(), split, topology), None
@@ -506,6 +507,7 @@ class _ToLocal(compat.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        refuse_backward()
         return RowShardedTensor.wrap(gradient, *ctx.of)
 
 

@@ -169,8 +169,10 @@ NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "stacked sums": lambda gradients: torch.stack([g.pow(2).sum() for g in gradients]).sum().sqrt(),
     "maximum": lambda gradients: torch.stack([g.abs().max() for g in gradients]).max(),
 }
-COMPARED = [name for name in NORMS if name != "cat" or compat.TORCH_VERSION < (2, 14)]
-"""In torch 2.15, ``cat`` makes whole norms of all before it joins them, and FSDP2 gives each rank a norm of its own."""
+APART = "sum" if compat.TORCH_VERSION < (2, 13) else "cat" if compat.TORCH_VERSION >= (2, 14) else ""
+COMPARED = [name for name in NORMS if name != APART]
+"""FSDP2 gives each rank a norm of its own by ``sum`` in torch 2.11, and by ``cat`` in torch 2.15, which makes whole
+norms of all before it joins them."""
 
 
 @on_ranks(2)

@@ -337,6 +337,7 @@ def test_writes_that_autograd_records_are_refused() -> None:
         assert torch.equal(scaled.full_tensor(), model.module.weights.full_tensor().exp())
 
 
+@needs_dispatch
 @on_ranks(2)
 def test_gradients_of_whole_tensors() -> None:
     model = fully_shard_model(Net(), fsdp_unit_modules=[nn.Linear])
