@@ -49,6 +49,7 @@ from .dumps import GraphFolder
 from .fp8 import fp8_candidates, fp8_matmul
 from .lowerings import register_lowerings
 from .options import CompileOptions
+from .pieces import Piece, cut
 from .rank_meeting import RankMeeting
 from .region_graphs import trace
 
@@ -309,7 +310,7 @@ def _move_into_regions(
     of_regions = [region_info(bucket.plan, bucket.topology, info) for bucket, info in infos]
     record.regions, record.inlined = outline(graph, record.context, unit_of, of_regions, least, refused)
     record.inlined |= {unit.name: "its unit is gathered module by module" for unit in units if unit.is_module}
-    fused = chosen.inner == "inductor"
+    fused = chosen.fuses
     for body in record.regions:
         make = functools.partial(trace, body, record.context.policy, chosen.float32_gradients, fused)
         body.module.region = compat.Region(body.name, make, is_exact=not fused)  # type: ignore[assignment]
@@ -370,7 +371,7 @@ def _compile_inner(
         return forward, backward
 
     def finish(graph: fx.Graph) -> None:
-        progress.step(f"{options.inner.replace('inductor', 'Inductor')}, {phase_of(graph).value}")
+        progress.step(f"{'Inductor' if options.fuses else options.inner}, {phase_of(graph).value}")
         if (context := region_of(graph)) is not None:
             pipeline.finish_region(graph, context, phase_of(graph))
         elif record is not None:
@@ -393,16 +394,38 @@ def _compile_inner(
     def uuid() -> str | None:
         return _cache_key(options, record)
 
-    patches = compat.inductor_config_patches() | dict(options.inductor)
+    in_pieces, settings = options.inner == "pieces", dict(options.inductor)
+    patches = settings if in_pieces else compat.inductor_config_patches() | settings
     if record is not None:
         if record.meeting is not None and "joint_custom_post_pass" not in patches:
             decide = functools.partial(pipeline.decide_inference, record=record)
-            patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
+            patches = {**patches, "joint_custom_post_pass": compat.graph_pass(decide, uuid)}
         if options.loss_chunks is not None:
-            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
-        patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
-        patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
+            chunks = compat.graph_pass(chunk_loss, uuid)
+            patches = {**patches, "use_joint_graph_passes": True, "joint_custom_pre_pass": chunks}
+        patches = {**patches, "custom_partitioner_fn": compat.partitioner(partition, uuid)}
+    if in_pieces:
+        return compat.compile_around(gm, inputs, patches, functools.partial(_run_in_pieces, finish_all, settings))
+    if record is not None:
+        patches = {**patches, "post_grad_custom_post_pass": compat.graph_pass(finish, uuid)}
     return compat.compile_with_inductor(gm, inputs, patches)
+
+
+def _run_in_pieces(
+    finish: Callable[[fx.GraphModule], None], settings: dict[str, Any], module: fx.GraphModule
+) -> Callable[[list[Any]], Any]:
+    """Finish a graph, and compile its pieces.
+
+    Args:
+        settings: Settings of Inductor.
+    """
+    finish(module)
+
+    def compiled(piece: Piece) -> Callable[[list[Any]], Any]:
+        run, _ = compat.compile_piece(piece.module, piece.inputs, settings)
+        return run
+
+    return cut(module, compiled).function()
 
 
 def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -> str | None:

@@ -37,6 +37,7 @@ from mfsdp_compile.runtime.formats import wire
 def register_lowerings() -> None:
     """Register the lowerings with Inductor. Runs once per process."""
     compat.register_lowering(torch.ops.mfsdp.pack_gradients.default, _pack_gradients)
+    compat.register_lowering(torch.ops.mfsdp.pack_into.default, _pack_into)
     if_due = torch.ops.mfsdp.reduce_if_due.default
     compat.register_lowering(if_due, functools.partial(compat.inductor_collective, if_due))
     compat.register_lowering(torch.ops.mfsdp.exchange_slices.default, _exchange_slices)
@@ -89,7 +90,14 @@ def _pack_gradients(
     if capacity:
         operator = torch.ops.mfsdp.gradient_buffer.default
         memory = compat.inductor_memory(operator, capacity, count, numel, dtype, device)
-    bucket = compat.InductorBucket(device, dtype, numel, memory)
+    return _fill(compat.InductorBucket(device, dtype, numel, memory), gradients, offsets, numel)
+
+
+def _pack_into(memory: Any, gradients: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Any:
+    return _fill(compat.InductorBucket(gradients[0].get_device(), dtype, numel, memory), gradients, offsets, numel)
+
+
+def _fill(bucket: Any, gradients: Sequence[Any], offsets: Sequence[int], numel: int) -> Any:
     end = 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         bucket.fill(0, end, offset)

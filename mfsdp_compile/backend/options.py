@@ -21,7 +21,7 @@ from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-INNER_COMPILERS = ("inductor", "aot_eager")
+INNER_COMPILERS = ("inductor", "aot_eager", "pieces")
 VERIFY = ("once", "each")
 
 
@@ -97,6 +97,11 @@ class CompileOptions:
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     @property
+    def fuses(self) -> bool:
+        """Whether Inductor compiles what runs."""
+        return self.inner != "aot_eager"
+
+    @property
     def steers_schedule(self) -> bool:
         """Whether anything is asked of graphs that needs their gathers and reductions to be inside."""
         return self.schedule != SchedulePolicy() or self.text is not None or self.report or bool(self.passes)
@@ -146,7 +151,7 @@ class CompileOptions:
             holds_inputs: Whether the process group keeps the input of a collective until the collective has been
                 awaited.
         """
-        machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
+        machine, fused = self.hardware or hardware(default_hardware(device)), self.fuses
         costs = CostModel(machine, fused, fused or holds_inputs, known_rings())
         return Prediction(costs, self.optimizer, self.text)
 
@@ -217,7 +222,7 @@ class CompileOptions:
         inductor: Any = self.inductor
         if not isinstance(inductor, Mapping):
             raise TypeError(f"options['inductor'] takes a dict of settings of torch._inductor.config, got {inductor!r}")
-        if inductor and self.inner != "inductor":
+        if inductor and not self.fuses:
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {self.inner!r}")
         if unknown := compat.unknown_inductor_options(inductor):
             raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
@@ -260,9 +265,9 @@ def _check_loss_chunks(chunks: Any, inner: str, inductor: Mapping[str, Any]) -> 
     """Raise for values of the option ``loss_chunks``, and for others that it does not work with."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2:
         raise ValueError(f"options['loss_chunks'] takes a number of chunks, at least 2, or None, got {chunks!r}")
-    if inner != "inductor":
+    if inner == "aot_eager":
         raise ValueError(
-            f"options['loss_chunks'] is {chunks}, which needs the inner compiler 'inductor', not {inner!r}"
+            f"options['loss_chunks'] is {chunks}, which needs Inductor, not the inner compiler {inner!r}"
         )
     if same := [name for name in inductor if name.startswith("auto_chunker.") or name == "joint_custom_pre_pass"]:
         raise ValueError(f"options['loss_chunks'] sets what options['inductor'] sets too: {same}. Give one of them.")

@@ -113,6 +113,7 @@ library.define(
     "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> "
     "Tensor"
 )
+library.define("pack_into(Tensor memory, Tensor[] gradients, int[] offsets, int numel, ScalarType dtype) -> Tensor")
 library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
 library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "

@@ -192,6 +192,29 @@ def _pack_gradients(
     return flat
 
 
+@torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")
+def _pack_into(
+    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
+) -> Tensor:
+    places, end = [], 0
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        if offset > end:
+            memory[end:offset].zero_()
+        end = offset + gradient.numel()
+        places.append(memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
+    if end < numel:
+        memory[end:].zero_()
+    compat.copy_each(places, list(gradients))
+    return memory
+
+
+@torch.library.register_fake("mfsdp::pack_into", lib=library)
+def _pack_into_fake(
+    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=gradients[0].device)
+
+
 @torch.library.register_fake("mfsdp::pack_gradients", lib=library)
 def _pack_gradients_fake(
     gradients: Sequence[Tensor],

@@ -44,6 +44,7 @@ __all__ = [
     "concrete",
     "copy_graph_module",
     "detect_fake_mode",
+    "fake_mode_of",
     "dynamo_traces",
     "enters_context",
     "exit_of",
@@ -386,6 +387,11 @@ def without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """Return the mode of the fake tensors of a graph."""
+    return detect_fake_mode([node.meta.get("val") for node in graph.nodes])
 
 
 def tracing_fake_mode() -> Any:

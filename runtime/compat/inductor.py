@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import logging
@@ -16,8 +17,11 @@ from torch._guards import detect_fake_mode
 from .version import TORCH_VERSION
 
 __all__ = [
+    "PIECES_FILE",
     "InductorBucket",
+    "compile_around",
     "compile_kernel",
+    "compile_piece",
     "compile_with_inductor",
     "graph_pass",
     "inductor_collective",
@@ -48,9 +52,13 @@ def is_generated(file: str) -> bool:
     return cache is not None and file.startswith(cache.cache_dir())
 
 
+PIECES_FILE = "<mfsdp pieces "
+"""How the names begin of what is no file: the code that calls the pieces of a graph."""
+
+
 def is_graph(file: str) -> bool:
-    """Whether a file contains the code of a graph: torch.fx's, or what Inductor has generated for it."""
-    return file.startswith("<eval_with_key>") or is_generated(file)
+    """Whether a file contains the code of a graph: torch.fx's, what Inductor has generated for it, or that of pieces."""
+    return file.startswith(("<eval_with_key>", PIECES_FILE)) or is_generated(file)
 
 
 def set_output_strides(output: fx.Node, position: int, strides: tuple[int, ...]) -> None:
@@ -312,6 +320,87 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: di
     calls = _calls_graphs(gm)
     with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls):
         return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def compile_around(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[[fx.GraphModule], Any]
+) -> Callable[..., Any]:
+    """Run AOTAutograd as Inductor does, with its passes over joint graphs, and ``inner`` in place of Inductor.
+
+    Args:
+        inner: Takes a forward, backward or inference graph, and returns a function that takes a list of arguments.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    def compiles(module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+        return inner(module)
+
+    # Pieces write to nothing that forward saved. AOTAutograd caches results of Inductor only.
+    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=compiles, config_patches=patches)  # type: ignore[return-value]
+
+
+_OF_WHOLE_GRAPHS: dict[str, Any] = {
+    "custom_partitioner_fn": None,
+    "joint_custom_pre_pass": None,
+    "joint_custom_post_pass": None,
+    "post_grad_custom_pre_pass": None,
+    "post_grad_custom_post_pass": None,
+}
+"""Settings of Inductor that say nothing about pieces, and would make their cache keys those of one graph."""
+
+_pieces: dict[str, Callable[[list[Any]], Any]] = {}
+"""Compiled pieces of this process, by the key of Inductor's cache."""
+
+
+def compile_piece(
+    module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
+) -> tuple[Callable[[list[Any]], Any], bool]:
+    """Compile a graph without collectives, unless an equal one was.
+
+    Args:
+        module: The graph, which is changed. Strides of what it returns are those that its output's ``meta`` has.
+        inputs: Fake tensors and sizes.
+        settings: Settings of Inductor.
+
+    Returns:
+        A function that takes a list of arguments, and whether it was compiled, or loaded from the disk, just now.
+    """
+    import torch._inductor.config as config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache, compiled_fx_graph_hash
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = detect_fake_mode(inputs) or FakeTensorMode()
+    kwargs: dict[str, Any] = {
+        "static_input_idxs": (),
+        "cudagraphs": BoxedBool(False),
+        "is_backward": False,
+        "is_inference": False,
+    }
+    with config.patch({**_OF_WHOLE_GRAPHS, **settings}), V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        key = None
+        if not any(_is_symbolic(value) for value in inputs):  # else guards belong to the graph that is being compiled
+            with contextlib.suppress(BypassFxGraphCache):
+                FxGraphCache._check_can_cache(module, *((inputs, kwargs) if TORCH_VERSION >= (2, 13) else ()))
+                key, _ = compiled_fx_graph_hash(module, inputs, kwargs, ())  # type: ignore[arg-type]
+        if key in _pieces:
+            return _pieces[key], False
+        compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
+    run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
+    if key is not None:
+        _pieces[key] = run
+    return run, True
+
+
+def _is_symbolic(value: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import has_free_symbols
+
+    return bool(has_free_symbols(value))
 
 
 def compile_kernel(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:

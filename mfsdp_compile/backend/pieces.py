@@ -1,0 +1,358 @@
+"""Pieces: the stretches of a finished graph between collectives, which Inductor compiles one by one.
+
+A graph that has been through all passes, the verifier and the announcement is cut at what communicates. What runs is a
+straight-line function of the same nodes in the same order (:mod:`.straight_line`)::
+
+    def call(args):
+        p1, p2, tokens = args
+        args.clear()
+        g0 = all_gather(p1, 2, "0")
+        w0 = wait_tensor(g0)
+        del g0
+        a = [w0, tokens]
+        del w0
+        (x,) = piece_0(a)
+
+Inductor sees no collective, so it reorders none: the graph that was verified is the graph that runs. A piece depends on
+its operators, shapes, strides, dtypes and devices only, not on a rank, a group, the schedule or the layer that it
+belongs to. Equal pieces are compiled once per process; Inductor's cache on disk has them once per machine.
+
+Whatever costs nothing is computed wherever it is read: views, constants and arithmetic of sizes. So a piece takes whole
+buckets and not parameters, and takes them out of a list: a bucket is freed where its last reader in the piece is done.
+A piece that packs gradients into a communication buffer takes the buffer, too.
+
+The body of a region is a piece, or a graph of pieces if it communicates itself (tensor and context parallelism,
+experts).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.passes import roles
+from mfsdp_compile.runtime import compat
+
+from .straight_line import Call, Program, Runner, Step
+
+_PACK = torch.ops.mfsdp.pack_gradients.default
+_COMPUTES = (_PACK, roles.QUANTIZE)
+"""Operators of ours that are computation."""
+_COMMUNICATE = {"mfsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
+_MAKE_CONSTANTS = (
+    torch.ops.aten.full.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.empty.memory_format,
+)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class CannotCut(NotImplementedError):
+    """A graph has a collective where it cannot be cut."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A graph without collectives.
+
+    Args:
+        module: The graph. It takes a list and returns a tuple.
+        inputs: Fake tensors and sizes like its arguments.
+        memory: For each of the last arguments, the arguments of the operator that returns the communication buffer.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    memory: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(eq=False)
+class _Stretch:
+    """Consecutive nodes that compute."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node runs outside of pieces: it communicates, announces or moves memory, or calls such a graph."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and communicates(source)
+    if roles.is_region_call(node):
+        return True
+    if node.op == "call_function" and any(map(_communicates_inside, _graphs_of(node))):
+        if node.target is not compat.invoke_subgraph:
+            raise CannotCut(
+                f"a collective runs inside of an operator that takes graphs ({node.target}), where the graph around it "
+                "cannot be cut"
+            )
+        return True
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in _COMMUNICATE
+        and target not in _COMPUTES
+        or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value
+    )
+
+
+def _graphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    return [graph for argument in node.all_input_nodes if (graph := roles.nested_graph(argument)) is not None]
+
+
+def _communicates_inside(module: fx.GraphModule) -> bool:
+    return any(node.op == "call_function" and communicates(node) for node in module.graph.nodes)
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node costs nothing, and is computed wherever it is read."""
+    if node.op != "call_function" or communicates(node):
+        return False
+    if isinstance(node.meta.get("val"), _SYMBOLS):
+        return True
+    return roles.is_view(node) or (node.target in _MAKE_CONSTANTS and not roles.tensor_inputs(node))
+
+
+def cut(module: fx.GraphModule, compiled: Callable[[Piece], Runner]) -> Program:
+    """Cut a finished graph into pieces.
+
+    Args:
+        compiled: Compiles a piece.
+
+    Raises:
+        CannotCut: A collective is where the graph cannot be cut.
+    """
+    return _Cutter(module, compiled, {}).program()
+
+
+class _Cutter:
+    """Cuts one graph.
+
+    Args:
+        bodies: What runs the regions that were cut so far, by ``id`` of the body.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, compiled: Callable[[Piece], Runner], bodies: dict[int, tuple[Runner, Piece | None]]
+    ) -> None:
+        self._graph, self._compiled, self._bodies = module.graph, compiled, bodies
+        self._plan: list[fx.Node | _Stretch] = []
+        self._stretch_of: dict[fx.Node, _Stretch] = {}
+        self._steps: list[Step] = []
+        self._placed: set[fx.Node] = set()
+        self._exposed: set[fx.Node] = set()
+
+    def program(self) -> Program:
+        self._divide()
+        self._expose()
+        for item in self._plan:
+            if isinstance(item, _Stretch):
+                self._place_stretch(item)
+            elif item.target in (compat.region_call, compat.invoke_subgraph):
+                self._place_call(item)
+            elif not (item.target is operator.getitem and _is_called(item.args[0])):
+                self._place_free(item.all_input_nodes)
+                self._steps.append(item)
+        self._place_free(self._graph.output_node().all_input_nodes)
+        return Program(self._graph, self._steps)
+
+    def _divide(self) -> None:
+        """Assign nodes that compute to stretches, in the order of the graph."""
+        current: _Stretch | None = None
+        for node in self._graph.nodes:
+            if node.op != "call_function" or _is_free(node):
+                continue
+            if communicates(node):
+                self._plan.append(node)
+                current = None
+                continue
+            if node.target is operator.getitem:
+                stretch = self._stretch_of[node.args[0]]  # type: ignore[index]
+            else:
+                if current is None:
+                    current = _Stretch()
+                    self._plan.append(current)
+                stretch = current
+            stretch.nodes.append(node)
+            self._stretch_of[node] = stretch
+
+    def _expose(self) -> None:
+        """Find what is read outside of the stretch that computes it.
+
+        A view is returned by the stretch that computes what it views. Sizes are computed outside, of what it returns.
+        """
+        read = [node for node in self._plan if isinstance(node, fx.Node)]
+        for node in [*read, self._graph.output_node()]:
+            for source in node.all_input_nodes:
+                root = _viewed(source)
+                if root in self._stretch_of and source not in self._stretch_of:
+                    self._stretch_of[root].nodes.append(source)
+                    self._stretch_of[source] = self._stretch_of[root]
+                self._exposed.update(self._leaves(source))
+        for stretch in self._plan:
+            if isinstance(stretch, _Stretch):
+                for node in stretch.nodes:
+                    sources = (leaf for source in node.all_input_nodes for leaf in self._leaves(source))
+                    self._exposed.update(leaf for leaf in sources if self._stretch_of.get(leaf, stretch) is not stretch)
+
+    def _leaves(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield what a node is computed from for free: itself if it is not free."""
+        if node in self._stretch_of or not _is_free(node):
+            yield node
+        else:
+            for source in node.all_input_nodes:
+                yield from self._leaves(source)
+
+    def _place_stretch(self, stretch: _Stretch) -> None:
+        (first, *others) = stretch.nodes
+        if not others and _runs_as_operator(first):
+            self._place_free(first.all_input_nodes)
+            self._steps.append(first)
+            return
+        returns = [node for node in stretch.nodes if node in self._exposed]
+        module, takes = _extract(stretch.nodes, returns, self._is_computed_inside(stretch))
+        piece = Piece(module, [_value(node) for node in takes])
+        _take_buffers(piece)
+        self._place_free(takes)
+        self._steps.append(Call(self._compiled(piece), takes, returns, piece.memory))
+
+    def _is_computed_inside(self, stretch: _Stretch) -> Callable[[fx.Node], bool]:
+        return lambda node: self._stretch_of.get(node) is stretch or (node not in self._stretch_of and _is_free(node))
+
+    def _place_call(self, call: fx.Node) -> None:
+        """Call a region, or another graph that communicates."""
+        body = roles.body_of(call)
+        if id(body) not in self._bodies:
+            if _communicates_inside(body):
+                runner = _Cutter(body, self._compiled, self._bodies).program().function()
+                self._bodies[id(body)] = runner, None
+            else:
+                piece = _piece_of_body(body)
+                self._bodies[id(body)] = self._compiled(piece), piece
+        runner, inside = self._bodies[id(body)]
+        takes = [*call.args[2 if call.target is compat.invoke_subgraph else 1 :]]
+        returns: list[fx.Node | None] = [None] * len(body.graph.output_node().args[0])  # type: ignore[arg-type]
+        for user in call.users:
+            returns[user.args[1]] = user  # type: ignore[index]
+        self._place_free(node for node in takes if isinstance(node, fx.Node))
+        self._steps.append(Call(runner, takes, returns, inside.memory if inside is not None else ()))
+
+    def _place_free(self, sources: Iterable[fx.Node]) -> None:
+        """Compute views, constants and sizes that are read next, and that no piece returns."""
+        for source in sources:
+            if source not in self._placed and source not in self._stretch_of and _is_free(source):
+                self._placed.add(source)
+                self._place_free(source.all_input_nodes)
+                self._steps.append(source)
+
+
+def _is_called(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target in (compat.region_call, compat.invoke_subgraph)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view is in."""
+    while node.op == "call_function" and roles.is_view(node) and not communicates(node):
+        node = roles.tensor_inputs(node)[0]
+    return node
+
+
+def _runs_as_operator(node: fx.Node) -> bool:
+    """Whether a stretch of one node is run as the operator that it is: an embedding, a cast of a shard."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not _graphs_of(node)
+
+
+def _extract(
+    nodes: Sequence[fx.Node], returns: Sequence[Any], is_inside: Callable[[fx.Node], bool], takes: Sequence[fx.Node] = ()
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Return a graph of some nodes and of what they are computed from for free, and what it takes.
+
+    Names are those of places in the graph, so that equal graphs have equal code, by which caches know them.
+
+    Args:
+        takes: What it takes first.
+    """
+    order: dict[fx.Node, None] = {}
+    taken: dict[fx.Node, None] = dict.fromkeys(takes)
+
+    def visit(node: fx.Node) -> None:
+        if node in order or node in taken:
+            return
+        if roles.nested_graph(node) is not None:
+            order[node] = None
+        elif is_inside(node):
+            for source in node.all_input_nodes:
+                visit(source)
+            order[node] = None
+        else:
+            taken[node] = None
+
+    for node in nodes:
+        visit(node)
+    graph, root = fx.Graph(), torch.nn.Module()
+    values: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(taken):
+        values[node] = graph.placeholder(f"in_{number}")
+        values[node].meta["val"] = _value(node)
+    for number, node in enumerate(order):
+        target = node.target
+        if node.op == "get_attr":
+            target = f"graph_{number}"
+            root.add_module(target, roles.attribute_of(node))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = graph.create_node(node.op, target, args, kwargs, f"v_{number}")
+        values[node].meta = dict(node.meta)
+    _pin_strides(graph.output(tuple(fx.map_arg(list(returns), values.__getitem__))))
+    return fx.GraphModule(root, graph), list(taken)
+
+
+def _value(node: fx.Node) -> Any:
+    """Return the fake value of a node; for a constant of the graph, make it."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    constant = roles.attribute_of(node)
+    if not isinstance(constant, Tensor):
+        raise CannotCut(f"{node.name} is a constant of the graph, a {type(constant).__name__}, which no piece can take")
+    node.meta["val"] = compat.fake_mode_of(node.graph).from_tensor(constant)
+    return node.meta["val"]
+
+
+def _pin_strides(output: fx.Node) -> None:
+    """Let Inductor keep the strides of what a piece returns: what reads it was traced with them."""
+    (returned,) = output.args
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned]  # type: ignore[union-attr]
+    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    output.meta["original_output_strides"] = [v.stride() if isinstance(v, Tensor) else None for v in values]
+
+
+def _piece_of_body(body: fx.GraphModule) -> Piece:
+    placeholders, (returns,) = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args
+    computed = [node for node in body.graph.nodes if node.op == "call_function"]
+    module, taken = _extract(computed, returns, lambda node: node.op == "call_function", list(placeholders))  # type: ignore[arg-type]
+    piece = Piece(module, [_value(node) for node in taken])
+    _take_buffers(piece)
+    return piece
+
+
+def _take_buffers(piece: Piece) -> None:
+    """Let a piece take the communication buffers that it packs gradients into."""
+    graph, memory = piece.module.graph, []
+    for node in graph.find_nodes(op="call_function", target=_PACK):
+        gradients, offsets, numel, dtype, capacity, count = [*node.args, 0, 0][:6]
+        if not capacity:
+            continue
+        value: Tensor = node.meta["val"]
+        with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+            buffer = graph.placeholder(f"memory_{len(memory)}")
+        buffer.meta["val"] = value
+        node.target, node.args = torch.ops.mfsdp.pack_into.default, (buffer, gradients, offsets, numel, dtype)
+        piece.inputs.append(value)
+        memory.append((capacity, count, numel, dtype, value.device))
+    piece.memory = tuple(memory)
+    piece.module.recompile()

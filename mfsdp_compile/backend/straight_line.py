@@ -1,0 +1,150 @@
+"""Straight-line Python that runs a graph whose computation is compiled in pieces.
+
+Each name is deleted after its last use; what a piece takes last, before the call. Pieces take their arguments out of a
+list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mfsdp_compile.passes import roles
+from mfsdp_compile.runtime import compat
+
+Runner = Callable[[list[Any]], Any]
+"""Takes its arguments out of a list, and returns a tuple."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a piece, or of another graph.
+
+    Args:
+        runner: What is called.
+        takes: Arguments: nodes, or plain values.
+        returns: Nodes that stand for the elements of its result; None: nothing reads the element.
+        memory: Arguments of the operator that returns a communication buffer, for each that follows the arguments.
+    """
+
+    runner: Runner
+    takes: Sequence[Any]
+    returns: Sequence[fx.Node | None]
+    memory: tuple[tuple[Any, ...], ...]
+
+
+Step = fx.Node | Call
+"""A node runs as the operator that it is."""
+
+
+class Program:
+    """The steps of a graph, in order.
+
+    Args:
+        graph: The graph. It has the inputs and outputs.
+    """
+
+    def __init__(self, graph: fx.Graph, steps: Sequence[Step]) -> None:
+        self._graph, self._steps = graph, steps
+        self._scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
+        self._taken = {node.name for node in graph.nodes} | self._scope.keys()
+        self._named: dict[int, str] = {}
+
+    @property
+    def calls(self) -> list[Call]:
+        return [step for step in self._steps if isinstance(step, Call)]
+
+    def function(self) -> Runner:
+        """Return a function that runs the steps."""
+        source = "\n".join(self._lines()) + "\n"
+        file = f"{compat.PIECES_FILE}{next(_numbers)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+        exec(compile(source, file, "exec"), self._scope)
+        call: Any = self._scope["call"]
+        call._boxed_call = True
+        return call  # type: ignore[no-any-return]
+
+    def _lines(self) -> list[str]:
+        placeholders, (outputs,) = self._graph.find_nodes(op="placeholder"), self._graph.output_node().args
+        dies = self._last_uses(list(placeholders))
+        arguments = self._local("arguments")
+        lines = ["def call(args):", *([f"    {', '.join(n.name for n in placeholders)}, = args"] if placeholders else [])]
+        lines += ["    args.clear()", *self._delete(dies[-1])]
+        for number, step in enumerate(self._steps):
+            gone = dies[number]
+            if isinstance(step, fx.Node):
+                given = [self._text(value) for value in step.args]
+                given += [f"{key}={self._text(value)}" for key, value in step.kwargs.items()]
+                result = f"{step.name} = " if step.users else ""
+                lines.append(f"    {result}{self._constant(step.target, 'op')}({', '.join(given)})")
+                lines += self._delete([node for node in gone if node is not step or step.users])
+                continue
+            given = [self._text(value) for value in step.takes]
+            given += [f"{self._constant(_GRADIENT_BUFFER, 'op')}{self._text(each)}" for each in step.memory]
+            taken = {node for node in step.takes if isinstance(node, fx.Node)}
+            lines.append(f"    {arguments} = [{', '.join(given)}]")
+            lines += self._delete([node for node in gone if node in taken])
+            names = [node.name if node is not None else self._local("unread") for node in step.returns]
+            result = f"{', '.join(names)}, = " if names else ""
+            lines.append(f"    {result}{self._constant(step.runner, 'piece')}({arguments})")
+            lines += self._delete([node for node in gone if node not in taken])
+            if None in step.returns:
+                lines.append(f"    del {self._local('unread')}")
+        return [*lines, f"    return {self._text(tuple(outputs))}"]  # type: ignore[arg-type]
+
+    def _last_uses(self, placeholders: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """Return the nodes that nothing reads after each step; at the end, those that nothing reads at all."""
+        last: dict[fx.Node, int] = dict.fromkeys(placeholders, -1)
+        for number, step in enumerate(self._steps):
+            if isinstance(step, fx.Node):
+                touched: list[Any] = [step, *step.all_input_nodes]
+            else:
+                touched = [*step.takes, *step.returns]
+            last |= {node: number for node in touched if isinstance(node, fx.Node) and node.op != "get_attr"}
+        for node in self._graph.output_node().all_input_nodes:
+            last.pop(node, None)
+        dies: list[list[fx.Node]] = [[] for _ in range(len(self._steps) + 1)]
+        for node, number in last.items():
+            dies[number].append(node)
+        return dies
+
+    @staticmethod
+    def _delete(nodes: Sequence[fx.Node]) -> list[str]:
+        return [f"    del {', '.join(node.name for node in nodes)}"] if nodes else []
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name if value.op != "get_attr" else self._constant(roles.attribute_of(value), value.name)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(self._text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)):
+            return repr(value)
+        return self._constant(value, "constant")
+
+    def _constant(self, value: Any, prefix: str) -> str:
+        """Return the name of a global that is ``value``."""
+        if id(value) not in self._named:
+            about = str(value).split(".")[1] if isinstance(value, torch._ops.OpOverload) else str(len(self._named))
+            name = f"{prefix}_{about}"
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            self._named[id(value)], self._scope[name] = name, value
+        return self._named[id(value)]
+
+    def _local(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        return name
+
+
+_GRADIENT_BUFFER = torch.ops.mfsdp.gradient_buffer.default
