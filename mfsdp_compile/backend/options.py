@@ -266,9 +266,7 @@ def _check_loss_chunks(chunks: Any, inner: str, inductor: Mapping[str, Any]) -> 
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2:
         raise ValueError(f"options['loss_chunks'] takes a number of chunks, at least 2, or None, got {chunks!r}")
     if inner == "aot_eager":
-        raise ValueError(
-            f"options['loss_chunks'] is {chunks}, which needs Inductor, not the inner compiler {inner!r}"
-        )
+        raise ValueError(f"options['loss_chunks'] is {chunks}, which needs Inductor, not the inner compiler {inner!r}")
     if same := [name for name in inductor if name.startswith("auto_chunker.") or name == "joint_custom_pre_pass"]:
         raise ValueError(f"options['loss_chunks'] sets what options['inductor'] sets too: {same}. Give one of them.")
 

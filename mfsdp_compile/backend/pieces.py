@@ -94,9 +94,9 @@ def communicates(node: fx.Node) -> bool:
         return True
     target = node.target
     return (
-        isinstance(target, torch._ops.OpOverload)
+        (isinstance(target, torch._ops.OpOverload)
         and target.namespace in _COMMUNICATE
-        and target not in _COMPUTES
+        and target not in _COMPUTES)
         or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value
     )
 
@@ -138,7 +138,10 @@ class _Cutter:
     """
 
     def __init__(
-        self, module: fx.GraphModule, compiled: Callable[[Piece], Runner], bodies: dict[int, tuple[Runner, Piece | None]]
+        self,
+        module: fx.GraphModule,
+        compiled: Callable[[Piece], Runner],
+        bodies: dict[int, tuple[Runner, Piece | None]],
     ) -> None:
         self._graph, self._compiled, self._bodies = module.graph, compiled, bodies
         self._plan: list[fx.Node | _Stretch] = []
@@ -269,7 +272,10 @@ def _runs_as_operator(node: fx.Node) -> bool:
 
 
 def _extract(
-    nodes: Sequence[fx.Node], returns: Sequence[Any], is_inside: Callable[[fx.Node], bool], takes: Sequence[fx.Node] = ()
+    nodes: Sequence[fx.Node],
+    returns: Sequence[Any],
+    is_inside: Callable[[fx.Node], bool],
+    takes: Sequence[fx.Node] = (),
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
     """Return a graph of some nodes and of what they are computed from for free, and what it takes.
 

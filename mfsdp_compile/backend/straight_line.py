@@ -76,7 +76,10 @@ class Program:
         placeholders, (outputs,) = self._graph.find_nodes(op="placeholder"), self._graph.output_node().args
         dies = self._last_uses(list(placeholders))
         arguments = self._local("arguments")
-        lines = ["def call(args):", *([f"    {', '.join(n.name for n in placeholders)}, = args"] if placeholders else [])]
+        lines = [
+            "def call(args):",
+            *([f"    {', '.join(n.name for n in placeholders)}, = args"] if placeholders else []),
+        ]
         lines += ["    args.clear()", *self._delete(dies[-1])]
         for number, step in enumerate(self._steps):
             gone = dies[number]

@@ -57,7 +57,7 @@ PIECES_FILE = "<mfsdp pieces "
 
 
 def is_graph(file: str) -> bool:
-    """Whether a file contains the code of a graph: torch.fx's, what Inductor has generated for it, or that of pieces."""
+    """Whether a file contains the code of a graph: torch.fx's, what Inductor has generated, or that of pieces."""
     return file.startswith(("<eval_with_key>", PIECES_FILE)) or is_generated(file)
 
 

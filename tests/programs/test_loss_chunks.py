@@ -320,7 +320,7 @@ def test_a_loss_that_cannot_be_in_chunks_is_refused(
         ({"loss_chunks": 1}, "at least 2, or None, got 1"),
         ({"loss_chunks": True}, "at least 2, or None, got True"),
         ({"loss_chunks": "auto"}, "at least 2, or None, got 'auto'"),
-        ({"loss_chunks": 2, "inner": "aot_eager"}, "needs the inner compiler 'inductor', not 'aot_eager'"),
+        ({"loss_chunks": 2, "inner": "aot_eager"}, "needs Inductor, not the inner compiler 'aot_eager'"),
         ({"loss_chunks": 2, "inductor": {"auto_chunker.num_chunk": 3}}, "sets too: ['auto_chunker.num_chunk']"),
         ({"loss_chunks": 2, "inductor": {"joint_custom_pre_pass": None}}, "sets too: ['joint_custom_pre_pass']"),
     ],

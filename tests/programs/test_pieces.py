@@ -1,0 +1,192 @@
+"""Pieces: the bits of whole graphs, whatever the program; compiled once for all layers and schedules."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import zoo
+from parity import AOT_EAGER, INDUCTOR, MODELS
+from pool import on_ranks
+from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend.straight_line import Call, Program
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.compat import inductor
+
+PIECES = "pieces"
+
+
+class Constants(zoo.Plain):
+    """A constant of the graph, a buffer that changes, and one that is read after it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16))
+
+    def trunk(self, x: Tensor) -> Tensor:
+        before = self.seen.view(2, 8).t().sum()
+        self.seen.add_(x.detach().mean(0))
+        return super().trunk(x) * torch.tensor([0.5, 2.0] * 8) + before + self.seen
+
+
+class Attention(zoo.Plain):
+    """Operators that take graphs."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+        q = x.repeat(1, 16).view(1, -1, 1, 8).expand(1, -1, 16, 8).reshape(1, 1, -1, 8)[:, :, :128].expand(1, 2, 128, 8)
+        found = flex_attention(q, q, q, block_mask=mask, score_mod=lambda score, b, h, q, k: score - (q - k))
+        y = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return super().trunk(y) + found.mean()
+
+
+class Normalized(zoo.Plain):
+    """Running statistics are written in the middle of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(16)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(self.statistics(x))
+
+
+PROGRAMS: dict[str, Any] = {**MODELS, **{kind.__name__: kind for kind in (Constants, Normalized)}}
+
+
+@pytest.mark.long_unless("*-Constants")
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2, timeout=300)
+def test_bits_of_whole_graphs(name: str) -> None:
+    data = parity.batches(steps=2)
+    whole = parity.train_sharded(PROGRAMS[name], INDUCTOR, data, parity.sgd)
+    for options in ({}, {"regions": False}):
+        parity.assert_bitwise(whole, parity.train_sharded(PROGRAMS[name], PIECES, data, parity.sgd, **options))
+
+
+@on_ranks(2, timeout=300)
+def test_equal_pieces_are_compiled_once() -> None:
+    """They depend on no layer, schedule or group; what evaluates is compiled apart."""
+
+    def count(layers: int, model: type[zoo.Plain] = zoo.Plain, evaluates: bool = False, **options: Any) -> int:
+        torch._dynamo.reset()
+        before = len(inductor._pieces)
+        sharded: Any = fully_shard_model(parity.build(lambda: model(layers=layers)), fsdp_unit_modules=[zoo.Block])
+        call: Any = torch.compile(sharded, backend="mfsdp", options={"inner": PIECES, **options})
+        call(torch.ones(3, 8)).backward()
+        if evaluates:
+            with torch.no_grad():
+                call(torch.ones(3, 8))
+        return len(inductor._pieces) - before
+
+    assert count(3) > 0
+    assert count(6) == 0
+    for options in ({"prefetch": 2, "reductions_in_flight": 2}, {"reshard_after_forward": False}):
+        assert count(5, **options) == 0
+    assert 0 < count(5, evaluates=True) <= 3
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_sizes_that_change() -> None:
+    """Sizes are arguments of pieces; those that are computed are computed outside."""
+
+    class Sized(zoo.Plain):
+        def trunk(self, x: Tensor) -> Tensor:
+            y = super().trunk(x)
+            return torch.cat([y, y[: y.shape[0] // 2 + 1]]) / y.shape[0]
+
+    runs = {}
+    for mode in (AOT_EAGER, PIECES):
+        model: Any = fully_shard_model(parity.build(Sized), fsdp_unit_modules=[zoo.Block])
+        call: Any = torch.compile(model, backend="mfsdp", options={"inner": mode}, dynamic=True)
+        losses = []
+        for size in (5, 4, 9, 2):
+            losses.append(call(torch.linspace(-1, 1, size * 8).view(size, 8) + dist.get_rank()))
+            losses[-1].backward()
+        runs[mode] = [*losses, *(param.grad.full_tensor() for param in model.parameters())]
+    for mine, expected in zip(runs[PIECES], runs[AOT_EAGER], strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_operators_that_take_graphs() -> None:
+    data = parity.batches(steps=2)
+    parity.assert_close(
+        parity.train_sharded(Attention, AOT_EAGER, data, parity.sgd),
+        parity.train_sharded(Attention, PIECES, data, parity.sgd),
+    )
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_a_collective_inside_of_an_operator_that_takes_graphs() -> None:
+    class Inside(zoo.Plain):
+        def trunk(self, x: Tensor) -> Tensor:
+            x = super().trunk(x)
+            both = lambda x: functional.all_reduce(x.detach(), "sum", dist.group.WORLD) + x  # noqa: E731
+            return torch.cond(x.sum() > 0, both, lambda x: x.cos(), (x,))
+
+    model: Any = fully_shard_model(parity.build(Inside), fsdp_unit_modules=[zoo.Block])
+    call: Any = torch.compile(model, backend="mfsdp", options={"inner": PIECES})
+    with parity.raises_everywhere(Exception, "a collective runs inside of an operator that takes graphs"):
+        call(torch.ones(3, 8))
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_another_backward() -> None:
+    """What forward saved is not written to."""
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    call: Any = torch.compile(model, backend="mfsdp", options={"inner": PIECES})
+    loss = call(torch.ones(3, 8))
+    loss.backward(retain_graph=True)
+    once = [param.grad.full_tensor() for param in model.parameters()]
+    loss.backward()
+    for param, gradient in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), 2 * gradient)
+
+
+def operators() -> tuple[fx.Graph, list[fx.Node]]:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("arguments")
+    sine = graph.call_function(torch.ops.aten.sin.default, (x,))
+    both = graph.call_function(torch.ops.aten.cat.default, ([sine, y],))
+    graph.output((both, None))
+    return graph, [sine, both]
+
+
+def test_values_are_freed_after_their_last_use() -> None:
+    graph, (sine, both) = operators()
+    alive: list[Any] = []
+
+    def piece(arguments: list[Any]) -> tuple[Tensor, int]:
+        first, second = arguments
+        arguments.clear()
+        alive.extend(map(weakref.ref, (first, second)))
+        found = torch.cat([first, second])
+        del first, second
+        assert not any(each() is not None for each in alive)
+        return found, 0
+
+    program = Program(graph, [sine, Call(piece, [sine, *both.args[0][1:]], [both, None], ())])
+    found, nothing = program.function()([torch.zeros(2), torch.ones(3)])
+    assert (found.tolist(), nothing) == ([0, 0, 1, 1, 1], None)
+
+
+def test_tracebacks_have_the_line() -> None:
+    graph, nodes = operators()
+    with pytest.raises(RuntimeError) as error:
+        Program(graph, nodes).function()([torch.zeros(2), torch.ones(3, 3)])
+    (frame,) = (each for each in traceback.extract_tb(error.value.__traceback__) if compat.is_graph(each.filename))
+    assert frame.line == "cat_default = op_cat([sin_default, arguments])"
