@@ -421,11 +421,12 @@ def _run_in_pieces(
     """
     finish(module)
 
-    def compiled(piece: Piece) -> Callable[[list[Any]], Any]:
-        run, _ = compat.compile_piece(piece.module, piece.inputs, settings)
-        return run
+    def compiled(piece: Piece) -> compat.CompiledPiece:
+        return compat.compile_piece(piece.module, piece.inputs, settings)
 
-    return cut(module, compiled).function()
+    program = cut(module, compiled)
+    compat.report_strides(module.graph)
+    return program.function()
 
 
 def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -> str | None:

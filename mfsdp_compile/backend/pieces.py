@@ -94,9 +94,7 @@ def communicates(node: fx.Node) -> bool:
         return True
     target = node.target
     return (
-        (isinstance(target, torch._ops.OpOverload)
-        and target.namespace in _COMMUNICATE
-        and target not in _COMPUTES)
+        (isinstance(target, torch._ops.OpOverload) and target.namespace in _COMMUNICATE and target not in _COMPUTES)
         or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value
     )
 
@@ -118,11 +116,11 @@ def _is_free(node: fx.Node) -> bool:
     return roles.is_view(node) or (node.target in _MAKE_CONSTANTS and not roles.tensor_inputs(node))
 
 
-def cut(module: fx.GraphModule, compiled: Callable[[Piece], Runner]) -> Program:
+def cut(module: fx.GraphModule, compiled: Callable[[Piece], compat.CompiledPiece]) -> Program:
     """Cut a finished graph into pieces.
 
     Args:
-        compiled: Compiles a piece.
+        compiled: Compiles a piece. Afterwards, ``meta["val"]`` of the graph's nodes has the strides of what runs.
 
     Raises:
         CannotCut: A collective is where the graph cannot be cut.
@@ -133,17 +131,25 @@ def cut(module: fx.GraphModule, compiled: Callable[[Piece], Runner]) -> Program:
 class _Cutter:
     """Cuts one graph.
 
+    [Note: Strides]
+
+    Passes of torch's over joint graphs leave values in ``meta`` whose strides are not those of what runs (an addition
+    of zero is replaced by its operand, and the operand gets the sum's value). Pieces are compiled for the strides of
+    their arguments. Therefore those of what pieces return are corrected, and what is computed from them, in the order
+    of the graph.
+
     Args:
-        bodies: What runs the regions that were cut so far, by ``id`` of the body.
+        programs: What runs the bodies of regions that communicate and were cut so far, by ``id`` of the body.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        compiled: Callable[[Piece], Runner],
-        bodies: dict[int, tuple[Runner, Piece | None]],
+        compiled: Callable[[Piece], compat.CompiledPiece],
+        programs: dict[int, Runner],
     ) -> None:
-        self._graph, self._compiled, self._bodies = module.graph, compiled, bodies
+        self._graph, self._compiled, self._programs = module.graph, compiled, programs
+        self._corrected: set[fx.Node] = set()
         self._plan: list[fx.Node | _Stretch] = []
         self._stretch_of: dict[fx.Node, _Stretch] = {}
         self._steps: list[Step] = []
@@ -159,8 +165,7 @@ class _Cutter:
             elif item.target in (compat.region_call, compat.invoke_subgraph):
                 self._place_call(item)
             elif not (item.target is operator.getitem and _is_called(item.args[0])):
-                self._place_free(item.all_input_nodes)
-                self._steps.append(item)
+                self._place_operator(item)
         self._place_free(self._graph.output_node().all_input_nodes)
         return Program(self._graph, self._steps)
 
@@ -214,15 +219,12 @@ class _Cutter:
     def _place_stretch(self, stretch: _Stretch) -> None:
         (first, *others) = stretch.nodes
         if not others and _runs_as_operator(first):
-            self._place_free(first.all_input_nodes)
-            self._steps.append(first)
+            self._place_operator(first)
             return
         returns = [node for node in stretch.nodes if node in self._exposed]
         module, takes = _extract(stretch.nodes, returns, self._is_computed_inside(stretch))
-        piece = Piece(module, [_value(node) for node in takes])
-        _take_buffers(piece)
         self._place_free(takes)
-        self._steps.append(Call(self._compiled(piece), takes, returns, piece.memory))
+        self._place_piece(Piece(module, [_value(node) for node in takes]), takes, returns)
 
     def _is_computed_inside(self, stretch: _Stretch) -> Callable[[fx.Node], bool]:
         return lambda node: self._stretch_of.get(node) is stretch or (node not in self._stretch_of and _is_free(node))
@@ -230,28 +232,55 @@ class _Cutter:
     def _place_call(self, call: fx.Node) -> None:
         """Call a region, or another graph that communicates."""
         body = roles.body_of(call)
-        if id(body) not in self._bodies:
-            if _communicates_inside(body):
-                runner = _Cutter(body, self._compiled, self._bodies).program().function()
-                self._bodies[id(body)] = runner, None
-            else:
-                piece = _piece_of_body(body)
-                self._bodies[id(body)] = self._compiled(piece), piece
-        runner, inside = self._bodies[id(body)]
+        placeholders, (results,) = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args
         takes = [*call.args[2 if call.target is compat.invoke_subgraph else 1 :]]
-        returns: list[fx.Node | None] = [None] * len(body.graph.output_node().args[0])  # type: ignore[arg-type]
+        returns: list[fx.Node | None] = [None] * len(results)  # type: ignore[arg-type]
         for user in call.users:
             returns[user.args[1]] = user  # type: ignore[index]
         self._place_free(node for node in takes if isinstance(node, fx.Node))
-        self._steps.append(Call(runner, takes, returns, inside.memory if inside is not None else ()))
+        inputs = [_value(each) if isinstance(each, fx.Node) else each for each in takes]
+        if not _communicates_inside(body):
+            self._place_piece(Piece(_copy_of_body(body), inputs), takes, returns)
+            return
+        if id(body) not in self._programs:
+            for placeholder, value in zip(placeholders, inputs, strict=True):
+                placeholder.meta["val"] = value
+            self._programs[id(body)] = _Cutter(body, self._compiled, self._programs).program().function()
+        if [_layout(value) for value in inputs] != [_layout(_value(placeholder)) for placeholder in placeholders]:
+            raise CannotCut("a region that communicates is called with arguments of other strides than before")
+        values = [_value(node) if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
+        self._correct(returns, [value.stride() if isinstance(value, Tensor) else None for value in values])
+        self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
+
+    def _place_piece(self, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]) -> None:
+        _take_buffers(piece)
+        compiled = self._compiled(piece)
+        self._correct(returns, compiled.strides)
+        self._steps.append(Call(compiled.run, takes, returns, piece.memory))
+
+    def _place_operator(self, node: fx.Node) -> None:
+        self._place_free(node.all_input_nodes)
+        if not self._corrected.isdisjoint(node.all_input_nodes) and isinstance(node.meta.get("val"), Tensor):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+            with compat.fake_mode_of(self._graph):
+                self._correct([node], [node.target(*args, **kwargs).stride()])  # type: ignore[operator]
+        self._steps.append(node)
+
+    def _correct(self, nodes: Sequence[fx.Node | None], strides: Sequence[Any]) -> None:
+        """Correct the values of nodes that have other strides; see [Note: Strides]."""
+        for node, its in zip(nodes, strides, strict=True):
+            value = node.meta.get("val") if node is not None else None
+            if node is not None and isinstance(value, Tensor) and str(value.stride()) != str(its):
+                with compat.fake_mode_of(self._graph):
+                    node.meta["val"] = torch.empty_strided(value.shape, its, dtype=value.dtype, device=value.device)
+                self._corrected.add(node)
 
     def _place_free(self, sources: Iterable[fx.Node]) -> None:
         """Compute views, constants and sizes that are read next, and that no piece returns."""
         for source in sources:
             if source not in self._placed and source not in self._stretch_of and _is_free(source):
                 self._placed.add(source)
-                self._place_free(source.all_input_nodes)
-                self._steps.append(source)
+                self._place_operator(source)
 
 
 def _is_called(node: Any) -> bool:
@@ -314,7 +343,7 @@ def _extract(
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = graph.create_node(node.op, target, args, kwargs, f"v_{number}")
         values[node].meta = dict(node.meta)
-    _pin_strides(graph.output(tuple(fx.map_arg(list(returns), values.__getitem__))))
+    graph.output(tuple(fx.map_arg(list(returns), values.__getitem__)))
     return fx.GraphModule(root, graph), list(taken)
 
 
@@ -329,21 +358,15 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _pin_strides(output: fx.Node) -> None:
-    """Let Inductor keep the strides of what a piece returns: what reads it was traced with them."""
-    (returned,) = output.args
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returned]  # type: ignore[union-attr]
-    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-    output.meta["original_output_strides"] = [v.stride() if isinstance(v, Tensor) else None for v in values]
+def _layout(value: Any) -> str:
+    return f"{value.shape}, {value.stride()}" if isinstance(value, Tensor) else str(value)
 
 
-def _piece_of_body(body: fx.GraphModule) -> Piece:
+def _copy_of_body(body: fx.GraphModule) -> fx.GraphModule:
     placeholders, (returns,) = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args
     computed = [node for node in body.graph.nodes if node.op == "call_function"]
-    module, taken = _extract(computed, returns, lambda node: node.op == "call_function", list(placeholders))  # type: ignore[arg-type]
-    piece = Piece(module, [_value(node) for node in taken])
-    _take_buffers(piece)
-    return piece
+    module, _ = _extract(computed, returns, lambda node: node.op == "call_function", list(placeholders))  # type: ignore[arg-type]
+    return module
 
 
 def _take_buffers(piece: Piece) -> None:

@@ -8,16 +8,18 @@ import heapq
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 
 from .version import TORCH_VERSION
 
 __all__ = [
     "PIECES_FILE",
+    "CompiledPiece",
     "InductorBucket",
     "compile_around",
     "compile_kernel",
@@ -40,6 +42,7 @@ __all__ = [
     "is_miscompiled",
     "partitioner",
     "register_lowering",
+    "report_strides",
     "set_inductor_deterministic",
     "set_output_strides",
     "unknown_inductor_options",
@@ -350,25 +353,34 @@ _OF_WHOLE_GRAPHS: dict[str, Any] = {
 }
 """Settings of Inductor that say nothing about pieces, and would make their cache keys those of one graph."""
 
-_pieces: dict[str, Callable[[list[Any]], Any]] = {}
+
+@dataclass(frozen=True)
+class CompiledPiece:
+    """A compiled graph without collectives.
+
+    Args:
+        run: Takes a list of arguments, and returns a tuple.
+        strides: Strides of what it returns; None for what is no tensor.
+    """
+
+    run: Callable[[list[Any]], Any]
+    strides: tuple[Any, ...]
+
+
+_pieces: dict[str, CompiledPiece] = {}
 """Compiled pieces of this process, by the key of Inductor's cache."""
 
 
-def compile_piece(
-    module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
-) -> tuple[Callable[[list[Any]], Any], bool]:
+def compile_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> CompiledPiece:
     """Compile a graph without collectives, unless an equal one was.
 
     Args:
-        module: The graph, which is changed. Strides of what it returns are those that its output's ``meta`` has.
+        module: The graph, which is changed. What it returns has the strides that its operators give it.
         inputs: Fake tensors and sizes.
         settings: Settings of Inductor.
-
-    Returns:
-        A function that takes a list of arguments, and whether it was compiled, or loaded from the disk, just now.
     """
     import torch._inductor.config as config
-    from torch._guards import TracingContext, tracing
+    from torch._guards import tracing
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache, compiled_fx_graph_hash
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -389,12 +401,30 @@ def compile_piece(
                 FxGraphCache._check_can_cache(module, *((inputs, kwargs) if TORCH_VERSION >= (2, 13) else ()))
                 key, _ = compiled_fx_graph_hash(module, inputs, kwargs, ())  # type: ignore[arg-type]
         if key in _pieces:
-            return _pieces[key], False
+            return _pieces[key]
+        with torch.no_grad(), mode:
+            returns = fx.Interpreter(module).run(*inputs)
+        strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in returns)
+        output = module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [i for i, its in enumerate(strides) if its is not None]
+        output.meta["original_output_strides"] = list(strides)
         compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
     run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
+    piece = CompiledPiece(run, strides)
     if key is not None:
-        _pieces[key] = run
-    return run, True
+        _pieces[key] = piece
+    return piece
+
+
+def report_strides(graph: fx.Graph) -> None:
+    """Tell AOTAutograd the strides of what a graph returns, for which it then compiles the backward."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        values = [
+            node.meta.get("val") if isinstance(node, fx.Node) else None
+            for node in graph.output_node().args[0]  # type: ignore[union-attr]
+        ]
+        context.output_strides.extend(v.stride() if isinstance(v, torch.Tensor) else None for v in values)
 
 
 def _is_symbolic(value: Any) -> bool:
