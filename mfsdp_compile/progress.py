@@ -30,6 +30,7 @@ class _Work:
         self.what = what
         self.is_told = True
         self.steps: list[tuple[str, float]] = []
+        self.detail = ""
         self._ended = threading.Event()
         self._began = time.monotonic()
         self._teller = threading.Thread(target=self._tell, name="mfsdp-progress", daemon=True)
@@ -59,6 +60,8 @@ class _Work:
         steps, now = list(self.steps), time.monotonic()  # another thread begins steps
         ends = [*(began for _, began in steps[1:]), now][: len(steps)]
         parts = [f"{name} {end - began:.0f} s" for (name, began), end in zip(steps, ends, strict=True)]
+        if parts and self.detail and not self._ended.is_set():
+            parts[-1] += f" ({self.detail})"
         return f"mfsdp: {self.what}: {', '.join(parts) or f'{now - self._began:.0f} s'}"
 
 
@@ -101,7 +104,13 @@ def end() -> None:
         _running = None
 
 
-def step(name: str) -> None:
-    """Begin the next step of the work that is told about, if any."""
-    if _running is not None and (not _running.steps or _running.steps[-1][0] != name):
-        _running.steps.append((name, time.monotonic()))
+def step(name: str, detail: str = "") -> None:
+    """Begin the next step of the work that is told about, if any.
+
+    Args:
+        detail: How far the step has come. It may be given again for the same step.
+    """
+    if _running is not None:
+        if not _running.steps or _running.steps[-1][0] != name:
+            _running.steps.append((name, time.monotonic()))
+        _running.detail = detail

@@ -52,6 +52,7 @@ from .options import CompileOptions
 from .pieces import Piece, cut
 from .rank_meeting import RankMeeting
 from .region_graphs import trace
+from .shared_compiles import compile_together
 
 
 def mfsdp(
@@ -421,11 +422,12 @@ def _run_in_pieces(
     """
     finish(module)
 
-    def compiled(piece: Piece) -> compat.CompiledPiece:
-        return compat.compile_piece(piece.module, piece.inputs, settings)
+    def prepared(piece: Piece) -> compat.CompiledPiece:
+        return compat.prepare_piece(piece.module, piece.inputs, settings)
 
-    program = cut(module, compiled)
+    program = cut(module, prepared)
     compat.report_strides(module.graph)
+    compile_together(program.pieces(), f"Inductor, {phase_of(module.graph).value}")
     return program.function()
 
 

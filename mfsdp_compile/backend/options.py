@@ -36,8 +36,9 @@ class CompileOptions:
     """Options of the ``mfsdp`` backend.
 
     Args:
-        inner: Compiler for the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs operator by operator
-            and gives bitwise the same numbers as the eager path.
+        inner: Compiler for the scheduled graphs: ``"inductor"``; ``"pieces"``, in which Inductor compiles what lies
+            between collectives, each distinct piece once for all layers, schedules and ranks of a machine; or
+            ``"aot_eager"``, which runs operator by operator and gives bitwise the same numbers as the eager path.
         schedule: Numbers that control the schedule; options with the names of its fields set them. ``memory_budget``
             takes bytes, as a number or as text such as ``"70GiB"``.
         text: A schedule to follow, from ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote,

@@ -38,7 +38,7 @@ from torch import Tensor, fx
 from mfsdp_compile.passes import roles
 from mfsdp_compile.runtime import compat
 
-from .straight_line import Call, Program, Runner, Step
+from .straight_line import Call, Program, Step
 
 _PACK = torch.ops.mfsdp.pack_gradients.default
 _COMPUTES = (_PACK, roles.QUANTIZE)
@@ -116,16 +116,16 @@ def _is_free(node: fx.Node) -> bool:
     return roles.is_view(node) or (node.target in _MAKE_CONSTANTS and not roles.tensor_inputs(node))
 
 
-def cut(module: fx.GraphModule, compiled: Callable[[Piece], compat.CompiledPiece]) -> Program:
+def cut(module: fx.GraphModule, prepared: Callable[[Piece], compat.CompiledPiece]) -> Program:
     """Cut a finished graph into pieces.
 
     Args:
-        compiled: Compiles a piece. Afterwards, ``meta["val"]`` of the graph's nodes has the strides of what runs.
+        prepared: Prepares a piece. Afterwards, ``meta["val"]`` of the graph's nodes has the strides of what runs.
 
     Raises:
         CannotCut: A collective is where the graph cannot be cut.
     """
-    return _Cutter(module, compiled, {}).program()
+    return _Cutter(module, prepared, {}).program()
 
 
 class _Cutter:
@@ -139,16 +139,16 @@ class _Cutter:
     of the graph.
 
     Args:
-        programs: What runs the bodies of regions that communicate and were cut so far, by ``id`` of the body.
+        programs: The bodies of regions that communicate and were cut so far, by ``id`` of the body.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        compiled: Callable[[Piece], compat.CompiledPiece],
-        programs: dict[int, Runner],
+        prepared: Callable[[Piece], compat.CompiledPiece],
+        programs: dict[int, Program],
     ) -> None:
-        self._graph, self._compiled, self._programs = module.graph, compiled, programs
+        self._graph, self._prepared, self._programs = module.graph, prepared, programs
         self._corrected: set[fx.Node] = set()
         self._plan: list[fx.Node | _Stretch] = []
         self._stretch_of: dict[fx.Node, _Stretch] = {}
@@ -245,7 +245,7 @@ class _Cutter:
         if id(body) not in self._programs:
             for placeholder, value in zip(placeholders, inputs, strict=True):
                 placeholder.meta["val"] = value
-            self._programs[id(body)] = _Cutter(body, self._compiled, self._programs).program().function()
+            self._programs[id(body)] = _Cutter(body, self._prepared, self._programs).program()
         if [_layout(value) for value in inputs] != [_layout(_value(placeholder)) for placeholder in placeholders]:
             raise CannotCut("a region that communicates is called with arguments of other strides than before")
         values = [_value(node) if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
@@ -254,9 +254,9 @@ class _Cutter:
 
     def _place_piece(self, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]) -> None:
         _take_buffers(piece)
-        compiled = self._compiled(piece)
-        self._correct(returns, compiled.strides)
-        self._steps.append(Call(compiled.run, takes, returns, piece.memory))
+        prepared = self._prepared(piece)
+        self._correct(returns, prepared.strides)
+        self._steps.append(Call(prepared, takes, returns, piece.memory))
 
     def _place_operator(self, node: fx.Node) -> None:
         self._place_free(node.all_input_nodes)

@@ -29,13 +29,13 @@ class Call:
     """A call of a piece, or of another graph.
 
     Args:
-        runner: What is called.
+        callee: What is called: a piece, or another graph.
         takes: Arguments: nodes, or plain values.
         returns: Nodes that stand for the elements of its result; None: nothing reads the element.
         memory: Arguments of the operator that returns a communication buffer, for each that follows the arguments.
     """
 
-    runner: Runner
+    callee: compat.CompiledPiece | Program
     takes: Sequence[Any]
     returns: Sequence[fx.Node | None]
     memory: tuple[tuple[Any, ...], ...]
@@ -57,19 +57,26 @@ class Program:
         self._scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
         self._taken = {node.name for node in graph.nodes} | self._scope.keys()
         self._named: dict[int, str] = {}
+        self._function: Runner | None = None
 
-    @property
-    def calls(self) -> list[Call]:
-        return [step for step in self._steps if isinstance(step, Call)]
+    def pieces(self) -> list[compat.CompiledPiece]:
+        """Return the distinct pieces of this graph and of those that it calls, in the order of their first calls."""
+        found: dict[compat.CompiledPiece, None] = {}
+        for callee in (step.callee for step in self._steps if isinstance(step, Call)):
+            found |= dict.fromkeys(callee.pieces() if isinstance(callee, Program) else [callee])
+        return list(found)
 
     def function(self) -> Runner:
-        """Return a function that runs the steps."""
+        """Return a function that runs the steps. All pieces must have been compiled."""
+        if self._function is not None:
+            return self._function
         source = "\n".join(self._lines()) + "\n"
         file = f"{compat.PIECES_FILE}{next(_numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
         exec(compile(source, file, "exec"), self._scope)
         call: Any = self._scope["call"]
         call._boxed_call = True
+        self._function = call
         return call  # type: ignore[no-any-return]
 
     def _lines(self) -> list[str]:
@@ -97,7 +104,7 @@ class Program:
             lines += self._delete([node for node in gone if node in taken])
             names = [node.name if node is not None else self._local("unread") for node in step.returns]
             result = f"{', '.join(names)}, = " if names else ""
-            lines.append(f"    {result}{self._constant(step.runner, 'piece')}({arguments})")
+            lines.append(f"    {result}{self._constant(_runner(step.callee), 'piece')}({arguments})")
             lines += self._delete([node for node in gone if node not in taken])
             if None in step.returns:
                 lines.append(f"    del {self._local('unread')}")
@@ -148,6 +155,13 @@ class Program:
         while name in self._taken:
             name += "_"
         return name
+
+
+def _runner(callee: compat.CompiledPiece | Program) -> Runner:
+    if isinstance(callee, Program):
+        return callee.function()
+    assert callee.run is not None
+    return callee.run
 
 
 _GRADIENT_BUFFER = torch.ops.mfsdp.gradient_buffer.default

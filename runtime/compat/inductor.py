@@ -23,7 +23,6 @@ __all__ = [
     "InductorBucket",
     "compile_around",
     "compile_kernel",
-    "compile_piece",
     "compile_with_inductor",
     "graph_pass",
     "inductor_collective",
@@ -41,6 +40,8 @@ __all__ = [
     "is_graph",
     "is_miscompiled",
     "partitioner",
+    "pieces_cache",
+    "prepare_piece",
     "register_lowering",
     "report_strides",
     "set_inductor_deterministic",
@@ -354,28 +355,38 @@ _OF_WHOLE_GRAPHS: dict[str, Any] = {
 """Settings of Inductor that say nothing about pieces, and would make their cache keys those of one graph."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CompiledPiece:
-    """A compiled graph without collectives.
+    """A graph without collectives that Inductor compiles.
 
     Args:
-        run: Takes a list of arguments, and returns a tuple.
+        key: Its key in Inductor's cache, in memory and on the disk; None: it cannot be cached.
         strides: Strides of what it returns; None for what is no tensor.
+        compiles: Compiles it, or loads it from the disk.
+
+    Attributes:
+        run: Takes a list of arguments, and returns a tuple. None: it was not compiled yet.
     """
 
-    run: Callable[[list[Any]], Any]
+    key: str | None
     strides: tuple[Any, ...]
+    compiles: Callable[[], Callable[[list[Any]], Any]] | None
+    run: Callable[[list[Any]], Any] | None = None
+
+    def compile(self) -> None:
+        if self.compiles is not None:
+            self.run, self.compiles = self.compiles(), None
 
 
 _pieces: dict[str, CompiledPiece] = {}
-"""Compiled pieces of this process, by the key of Inductor's cache."""
+"""Pieces of this process, by key."""
 
 
-def compile_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> CompiledPiece:
-    """Compile a graph without collectives, unless an equal one was.
+def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> CompiledPiece:
+    """Return what compiles a graph without collectives; the one that there is, if an equal graph was prepared.
 
     Args:
-        module: The graph, which is changed. What it returns has the strides that its operators give it.
+        module: The graph, which compiling changes. What it returns has the strides that its operators give it.
         inputs: Fake tensors and sizes.
         settings: Settings of Inductor.
     """
@@ -394,8 +405,24 @@ def compile_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
         "is_backward": False,
         "is_inference": False,
     }
-    with config.patch({**_OF_WHOLE_GRAPHS, **settings}), V.set_fake_mode(mode), tracing(TracingContext(mode)):
-        key = None
+
+    @contextlib.contextmanager
+    def as_pieces_are() -> Iterator[None]:
+        with config.patch({**_OF_WHOLE_GRAPHS, **settings}), V.set_fake_mode(mode), tracing(TracingContext(mode)):
+            yield
+
+    def compiles() -> Callable[[list[Any]], Any]:
+        try:
+            with as_pieces_are():
+                compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
+        except BaseException:
+            _pieces.pop(key or "", None)  # the graph may be changed by halves
+            raise
+        run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
+        return run
+
+    key = None
+    with as_pieces_are():
         if not any(_is_symbolic(value) for value in inputs):  # else guards belong to the graph that is being compiled
             with contextlib.suppress(BypassFxGraphCache):
                 FxGraphCache._check_can_cache(module, *((inputs, kwargs) if TORCH_VERSION >= (2, 13) else ()))
@@ -404,16 +431,22 @@ def compile_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
             return _pieces[key]
         with torch.no_grad(), mode:
             returns = fx.Interpreter(module).run(*inputs)
-        strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in returns)
-        output = module.graph.output_node()
-        output.meta["user_visible_output_idxs"] = [i for i, its in enumerate(strides) if its is not None]
-        output.meta["original_output_strides"] = list(strides)
-        compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
-    run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
-    piece = CompiledPiece(run, strides)
+    strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in returns)
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = [i for i, its in enumerate(strides) if its is not None]
+    output.meta["original_output_strides"] = list(strides)
+    piece = CompiledPiece(key, strides, compiles)
     if key is not None:
         _pieces[key] = piece
     return piece
+
+
+def pieces_cache() -> str | None:
+    """Return the folder in which Inductor keeps compiled pieces for all processes; None: it keeps none."""
+    import torch._inductor.config as config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
 
 
 def report_strides(graph: fx.Graph) -> None:

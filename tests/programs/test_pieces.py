@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import traceback
 import weakref
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -18,6 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend import shared_compiles
+from mfsdp_compile.backend.shared_compiles import Claims, compile_together
 from mfsdp_compile.backend.straight_line import Call, Program
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import inductor
@@ -170,7 +175,7 @@ def test_values_are_freed_after_their_last_use() -> None:
     graph, (sine, both) = operators()
     alive: list[Any] = []
 
-    def piece(arguments: list[Any]) -> tuple[Tensor, int]:
+    def run(arguments: list[Any]) -> tuple[Tensor, int]:
         first, second = arguments
         arguments.clear()
         alive.extend(map(weakref.ref, (first, second)))
@@ -179,6 +184,7 @@ def test_values_are_freed_after_their_last_use() -> None:
         assert not any(each() is not None for each in alive)
         return found, 0
 
+    piece = compat.CompiledPiece(None, (), None, run)
     program = Program(graph, [sine, Call(piece, [sine, *both.args[0][1:]], [both, None], ())])
     found, nothing = program.function()([torch.zeros(2), torch.ones(3)])
     assert (found.tolist(), nothing) == ([0, 0, 1, 1, 1], None)
@@ -190,3 +196,55 @@ def test_tracebacks_have_the_line() -> None:
         Program(graph, nodes).function()([torch.zeros(2), torch.ones(3, 3)])
     (frame,) = (each for each in traceback.extract_tb(error.value.__traceback__) if compat.is_graph(each.filename))
     assert frame.line == "cat_default = op_cat([sin_default, arguments])"
+
+
+@on_ranks(2, timeout=300)
+def test_ranks_of_a_machine_share_the_work() -> None:
+    """Each piece is compiled by one rank, and loaded by the other."""
+    import torch._inductor.config as inductor_config
+    from torch._dynamo.utils import counters
+
+    class Own(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__(width=12)  # pieces that no other test has
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    counters["inductor"].clear()
+    known = set(inductor._pieces)
+    with (
+        inductor_config.patch(fx_graph_cache=True),
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder[0]}/cache"),
+    ):
+        model: Any = fully_shard_model(parity.build(Own), fsdp_unit_modules=[zoo.Block])
+        torch.compile(model, backend="mfsdp", options={"inner": PIECES})(torch.ones(3, 8)).backward()
+    counted: list[Any] = [None, None]
+    mine = counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+    dist.all_gather_object(counted, mine)
+    pieces = len(inductor._pieces.keys() - known)
+    assert pieces > 4
+    assert sum(missed for missed, _ in counted) == sum(hit for _, hit in counted) == pieces
+    assert all(0 < missed < pieces for missed, _ in counted)
+
+
+@on_ranks(2, timeout=120)
+def test_claims_of_ranks_that_do_not_compile() -> None:
+    """One that has failed, and one that has ended, do not keep others waiting."""
+    claims, other, key = Claims("shared by both"), dist.get_rank() == 1, "a piece"
+
+    def fails() -> Any:
+        raise ValueError("not for this machine")
+
+    ran: list[str] = []
+    piece = compat.CompiledPiece(key, (), fails if not other else lambda: ran.append("") or list)  # type: ignore[func-returns-value]
+    with mock.patch.object(Claims, "of_this_rank", return_value=claims):
+        if not other:
+            with pytest.raises(ValueError, match="not for this machine"):
+                compile_together([piece], "test")
+        dist.barrier()
+        if other:
+            compile_together([piece], "test")
+            assert ran == [""]
+    with mock.patch.object(shared_compiles, "PATIENCE", -1.0):
+        claims._store.set(f"{claims._prefix}/gone", "0")
+        claims.wait("gone")
