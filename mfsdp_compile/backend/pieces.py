@@ -89,7 +89,7 @@ def communicates(node: fx.Node) -> bool:
         if node.target is not compat.invoke_subgraph:
             raise CannotCut(
                 f"a collective runs inside of an operator that takes graphs ({node.target}), where the graph around it "
-                "cannot be cut"
+                "cannot be cut. Compile it with options={'inner': 'inductor'}."
             )
         return True
     target = node.target
@@ -148,7 +148,7 @@ class _Cutter:
         prepared: Callable[[Piece], compat.CompiledPiece],
         programs: dict[int, Program],
     ) -> None:
-        self._graph, self._prepared, self._programs = module.graph, prepared, programs
+        self.graph, self._prepared, self._programs = module.graph, prepared, programs
         self._corrected: set[fx.Node] = set()
         self._plan: list[fx.Node | _Stretch] = []
         self._stretch_of: dict[fx.Node, _Stretch] = {}
@@ -166,13 +166,13 @@ class _Cutter:
                 self._place_call(item)
             elif not (item.target is operator.getitem and _is_called(item.args[0])):
                 self._place_operator(item)
-        self._place_free(self._graph.output_node().all_input_nodes)
-        return Program(self._graph, self._steps)
+        self._place_free(self.graph.output_node().all_input_nodes)
+        return Program(self.graph, self._steps)
 
     def _divide(self) -> None:
         """Assign nodes that compute to stretches, in the order of the graph."""
         current: _Stretch | None = None
-        for node in self._graph.nodes:
+        for node in self.graph.nodes:
             if node.op != "call_function" or _is_free(node):
                 continue
             if communicates(node):
@@ -195,7 +195,7 @@ class _Cutter:
         A view is returned by the stretch that computes what it views. Sizes are computed outside, of what it returns.
         """
         read = [node for node in self._plan if isinstance(node, fx.Node)]
-        for node in [*read, self._graph.output_node()]:
+        for node in [*read, self.graph.output_node()]:
             for source in node.all_input_nodes:
                 root = _viewed(source)
                 if root in self._stretch_of and source not in self._stretch_of:
@@ -247,7 +247,10 @@ class _Cutter:
                 placeholder.meta["val"] = value
             self._programs[id(body)] = _Cutter(body, self._prepared, self._programs).program()
         if [_layout(value) for value in inputs] != [_layout(_value(placeholder)) for placeholder in placeholders]:
-            raise CannotCut("a region that communicates is called with arguments of other strides than before")
+            raise CannotCut(
+                "a region that communicates is called with arguments of other strides than before. Compile it with "
+                "options={'inner': 'inductor'} or options={'regions': False}."
+            )
         values = [_value(node) if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
         self._correct(returns, [value.stride() if isinstance(value, Tensor) else None for value in values])
         self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
@@ -262,7 +265,7 @@ class _Cutter:
         self._place_free(node.all_input_nodes)
         if not self._corrected.isdisjoint(node.all_input_nodes) and isinstance(node.meta.get("val"), Tensor):
             args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-            with compat.fake_mode_of(self._graph):
+            with compat.fake_mode_of(self.graph):
                 self._correct([node], [node.target(*args, **kwargs).stride()])  # type: ignore[operator]
         self._steps.append(node)
 
@@ -271,7 +274,7 @@ class _Cutter:
         for node, its in zip(nodes, strides, strict=True):
             value = node.meta.get("val") if node is not None else None
             if node is not None and isinstance(value, Tensor) and str(value.stride()) != str(its):
-                with compat.fake_mode_of(self._graph):
+                with compat.fake_mode_of(self.graph):
                     node.meta["val"] = torch.empty_strided(value.shape, its, dtype=value.dtype, device=value.device)
                 self._corrected.add(node)
 
@@ -353,7 +356,10 @@ def _value(node: fx.Node) -> Any:
         return node.meta["val"]
     constant = roles.attribute_of(node)
     if not isinstance(constant, Tensor):
-        raise CannotCut(f"{node.name} is a constant of the graph, a {type(constant).__name__}, which no piece can take")
+        raise CannotCut(
+            f"{node.name} is a constant of the graph, a {type(constant).__name__}, which no piece can take. Compile it "
+            "with options={'inner': 'inductor'}."
+        )
     node.meta["val"] = compat.fake_mode_of(node.graph).from_tensor(constant)
     return node.meta["val"]
 
@@ -371,7 +377,8 @@ def _copy_of_body(body: fx.GraphModule) -> fx.GraphModule:
 
 def _take_buffers(piece: Piece) -> None:
     """Let a piece take the communication buffers that it packs gradients into."""
-    graph, memory = piece.module.graph, []
+    graph = piece.module.graph
+    memory: list[tuple[Any, ...]] = []
     for node in graph.find_nodes(op="call_function", target=_PACK):
         gradients, offsets, numel, dtype, capacity, count = [*node.args, 0, 0][:6]
         if not capacity:

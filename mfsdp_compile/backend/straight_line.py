@@ -10,7 +10,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -41,7 +41,7 @@ class Call:
     memory: tuple[tuple[Any, ...], ...]
 
 
-Step = fx.Node | Call
+Step: TypeAlias = fx.Node | Call
 """A node runs as the operator that it is."""
 
 
@@ -53,7 +53,7 @@ class Program:
     """
 
     def __init__(self, graph: fx.Graph, steps: Sequence[Step]) -> None:
-        self._graph, self._steps = graph, steps
+        self.graph, self._steps = graph, steps
         self._scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
         self._taken = {node.name for node in graph.nodes} | self._scope.keys()
         self._named: dict[int, str] = {}
@@ -74,13 +74,12 @@ class Program:
         file = f"{compat.PIECES_FILE}{next(_numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
         exec(compile(source, file, "exec"), self._scope)
-        call: Any = self._scope["call"]
-        call._boxed_call = True
-        self._function = call
-        return call  # type: ignore[no-any-return]
+        function: Runner = self._scope["call"]
+        self._function = function
+        return function
 
     def _lines(self) -> list[str]:
-        placeholders, (outputs,) = self._graph.find_nodes(op="placeholder"), self._graph.output_node().args
+        placeholders, (outputs,) = self.graph.find_nodes(op="placeholder"), self.graph.output_node().args
         dies = self._last_uses(list(placeholders))
         arguments = self._local("arguments")
         lines = [
@@ -119,7 +118,7 @@ class Program:
             else:
                 touched = [*step.takes, *step.returns]
             last |= {node: number for node in touched if isinstance(node, fx.Node) and node.op != "get_attr"}
-        for node in self._graph.output_node().all_input_nodes:
+        for node in self.graph.output_node().all_input_nodes:
             last.pop(node, None)
         dies: list[list[fx.Node]] = [[] for _ in range(len(self._steps) + 1)]
         for node, number in last.items():

@@ -338,7 +338,9 @@ def compile_around(
     from torch._inductor.compile_fx import compile_fx
 
     def compiles(module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
-        return inner(module)
+        function = inner(module)
+        function._boxed_call = True  # it takes a list
+        return function
 
     # Pieces write to nothing that forward saved. AOTAutograd caches results of Inductor only.
     with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
