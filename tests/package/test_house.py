@@ -81,8 +81,8 @@ OTHERS = {
 }
 """Private attributes of objects of Python, transformers and accelerate."""
 
-MOST_IN_COMPAT = 107
-"""How many private names of torch ``runtime/compat`` uses. Seven compile pieces; the scheduler's, which keep whole graphs
+MOST_IN_COMPAT = 108
+"""How many private names of torch ``runtime/compat`` uses. Eight compile pieces; the scheduler's, which keep whole graphs
 in order, go once pieces are the default."""
 
 
