@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import zoo
 from parity import AOT_EAGER, INDUCTOR, MODELS
+from poisoning import poisoned
 from pool import on_ranks
 from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -76,6 +77,19 @@ def test_bits_of_whole_graphs(name: str) -> None:
     whole = parity.train_sharded(PROGRAMS[name], INDUCTOR, data, parity.sgd)
     for options in ({}, {"regions": False}):
         parity.assert_bitwise(whole, parity.train_sharded(PROGRAMS[name], PIECES, data, parity.sgd, **options))
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_communication_buffers() -> None:
+    """A piece takes the buffer that it packs gradients into."""
+    data, sharding = parity.batches(steps=3), {"fsdp_double_buffer": True}
+    whole = parity.train_sharded(zoo.Plain, INDUCTOR, data, parity.sgd)
+    with poisoned(late=True):
+        found = parity.train_sharded(zoo.Plain, PIECES, data, parity.sgd, sharding=sharding)
+    parity.assert_bitwise(whole, found)
+    for addresses in found.model.sharded.comm_buffers.addresses.values():
+        assert len(set(addresses)) == len(addresses) <= 2
 
 
 @on_ranks(2, timeout=300)
