@@ -82,8 +82,8 @@ OTHERS = {
 """Private attributes of objects of Python, transformers and accelerate."""
 
 MOST_IN_COMPAT = 108
-"""How many private names of torch ``runtime/compat`` uses. Eight compile pieces; the scheduler's, which keep whole graphs
-in order, go once pieces are the default."""
+"""How many private names of torch ``runtime/compat`` uses. Eight compile pieces; the scheduler's go once pieces are the
+default."""
 
 
 @functools.cache

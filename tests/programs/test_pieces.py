@@ -69,7 +69,7 @@ class Normalized(zoo.Plain):
 PROGRAMS: dict[str, Any] = {**MODELS, **{kind.__name__: kind for kind in (Constants, Normalized)}}
 
 
-@pytest.mark.long_unless("*-Constants")
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2, timeout=300)
 def test_bits_of_whole_graphs(name: str) -> None:
@@ -101,7 +101,9 @@ def test_equal_pieces_are_compiled_once() -> None:
         before = len(inductor._pieces)
         sharded: Any = fully_shard_model(parity.build(lambda: model(layers=layers)), fsdp_unit_modules=[zoo.Block])
         call: Any = torch.compile(sharded, backend="mfsdp", options={"inner": PIECES, **options})
-        call(torch.ones(3, 8)).backward()
+        loss = call(torch.ones(3, 8))
+        loss.backward()
+        torch.testing.assert_close(loss, parity.build(lambda: model(layers=layers))(torch.ones(3, 8)))
         if evaluates:
             with torch.no_grad():
                 call(torch.ones(3, 8))
