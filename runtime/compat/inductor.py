@@ -46,6 +46,7 @@ __all__ = [
     "report_strides",
     "set_inductor_deterministic",
     "set_output_strides",
+    "symbols_of",
     "unknown_inductor_options",
 ]
 
@@ -460,6 +461,23 @@ def report_strides(graph: fx.Graph) -> None:
             for node in graph.output_node().args[0]  # type: ignore[union-attr]
         ]
         context.output_strides.extend(v.stride() if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def symbols_of(value: Any, alone: bool = False) -> list[Any]:
+    """Return the symbols in the sizes, strides and offset of a tensor, or in a number.
+
+    Args:
+        alone: Only those that are a size or number by themselves, and not a part of an expression.
+    """
+    if isinstance(value, torch.Tensor):
+        numbers = [*value.shape, *([] if alone else [*value.stride(), value.storage_offset()])]
+    else:
+        numbers = [value]
+    expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+    found = (
+        [each for each in expressions if each.is_Symbol] if alone else [s for e in expressions for s in e.free_symbols]
+    )
+    return sorted(set(found), key=str)
 
 
 def _is_symbolic(value: Any) -> bool:
