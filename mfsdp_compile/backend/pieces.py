@@ -27,7 +27,6 @@ experts).
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -224,32 +223,8 @@ class _Cutter:
             return
         returns = [node for node in stretch.nodes if node in self._exposed]
         module, takes = _extract(stretch.nodes, returns, self._is_computed_inside(stretch))
-        takes += self._bind_symbols(module, takes)
         self._place_free(takes)
         self._place_piece(Piece(module, [_value(node) for node in takes]), takes, returns)
-
-    def _bind_symbols(self, module: fx.GraphModule, takes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Let a piece take the symbols in sizes of its arguments that are no argument and no size themselves."""
-        values = [_value(node) for node in takes]
-        bound = {symbol for value in values for symbol in compat.symbols_of(value, alone=True)}
-        needed = dict.fromkeys(symbol for value in values for symbol in compat.symbols_of(value) if symbol not in bound)
-        found = [self._symbols[symbol] for symbol in needed if symbol in self._symbols]
-        for number, node in enumerate(found):
-            with module.graph.inserting_after([*module.graph.find_nodes(op="placeholder")][-1]):
-                module.graph.placeholder(f"symbol_{number}").meta["val"] = _value(node)
-        if found:
-            module.recompile()
-        return found
-
-    @functools.cached_property
-    def _symbols(self) -> dict[Any, fx.Node]:
-        """The first node that is a symbol, for each."""
-        found: dict[Any, fx.Node] = {}
-        for node in self.graph.nodes:
-            if isinstance(value := node.meta.get("val"), torch.SymInt):
-                for symbol in compat.symbols_of(value, alone=True):
-                    found.setdefault(symbol, node)
-        return found
 
     def _is_computed_inside(self, stretch: _Stretch) -> Callable[[fx.Node], bool]:
         return lambda node: self._stretch_of.get(node) is stretch or (node not in self._stretch_of and _is_free(node))
@@ -281,6 +256,7 @@ class _Cutter:
         self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
 
     def _place_piece(self, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]) -> None:
+        _check_sizes(piece)
         _take_buffers(piece)
         prepared = self._prepared(piece)
         self._correct(returns, prepared.strides)
@@ -387,6 +363,16 @@ def _value(node: fx.Node) -> Any:
         )
     node.meta["val"] = compat.fake_mode_of(node.graph).from_tensor(constant)
     return node.meta["val"]
+
+
+def _check_sizes(piece: Piece) -> None:
+    """Raise if a size is computed from symbols that are not among the arguments: Inductor could not bind them."""
+    bound = {symbol for value in piece.inputs for symbol in compat.symbols_of(value, alone=True)}
+    if any(symbol not in bound for value in piece.inputs for symbol in compat.symbols_of(value)):
+        raise CannotCut(
+            "sizes depend on data or are sums of other sizes, such as numbers of tokens that ranks exchange. Compile it "
+            "with options={'inner': 'inductor'}."
+        )
 
 
 def _layout(value: Any) -> str:

@@ -474,9 +474,10 @@ def symbols_of(value: Any, alone: bool = False) -> list[Any]:
     else:
         numbers = [value]
     expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
-    found = (
-        [each for each in expressions if each.is_Symbol] if alone else [s for e in expressions for s in e.free_symbols]
-    )
+    if alone:
+        found = [each for each in expressions if each.is_Symbol]
+    else:
+        found = [symbol for each in expressions for symbol in each.free_symbols]
     return sorted(set(found), key=str)
 
 
