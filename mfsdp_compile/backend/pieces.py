@@ -370,8 +370,8 @@ def _check_sizes(piece: Piece) -> None:
     bound = {symbol for value in piece.inputs for symbol in compat.symbols_of(value, alone=True)}
     if any(symbol not in bound for value in piece.inputs for symbol in compat.symbols_of(value)):
         raise CannotCut(
-            "sizes depend on data or are sums of other sizes, such as numbers of tokens that ranks exchange. Compile it "
-            "with options={'inner': 'inductor'}."
+            "sizes depend on data or are sums of other sizes, such as numbers of tokens that ranks exchange. Compile "
+            "it with options={'inner': 'inductor'}."
         )
 
 
