@@ -382,7 +382,8 @@ def _layout(value: Any) -> str:
 def _copy_of_body(body: fx.GraphModule) -> fx.GraphModule:
     placeholders, (returns,) = body.graph.find_nodes(op="placeholder"), body.graph.output_node().args
     computed = [node for node in body.graph.nodes if node.op == "call_function"]
-    module, _ = _extract(computed, returns, lambda node: node.op == "call_function", list(placeholders))  # type: ignore[arg-type]
+    is_inside: Callable[[fx.Node], bool] = lambda node: node.op == "call_function"  # noqa: E731
+    module, _ = _extract(computed, returns, is_inside, list(placeholders))  # type: ignore[arg-type]
     return module
 
 

@@ -31,6 +31,7 @@ try:
     from .inductor import *
     from .nccl import *
     from .optim import *
+    from .pieces import *
     from .pytree import *
     from .recompilation import *
     from .regions import *
