@@ -375,9 +375,9 @@ class Watchdog:
                 continue
             over = found(store, key_of(scope, "over"))
             if over is not None and (scope != order.group or over["epoch"] == order.epoch):
+                self._end(order, over["text"], set())
                 if mine is not None and over["rank"] in mine.ranks:
                     self._answer(store, _answerable(mine), notices.astray(over["text"], over["rank"]))
-                self._end(order, over["text"], set())
                 return
         if not store.check([key_of(order.group, "notice")]):
             return
@@ -457,9 +457,9 @@ class Watchdog:
         if order is not None:
             for scope in {order.group}.union(*(model.scopes for model in live[order])):
                 notices.publish(store, scope, "over", {"epoch": self._seen[order][0], "text": text, "rank": rank})
-        self._answer(store, keys, notices.astray(text, rank))
         if order is not None:
             self._end(order, text, more)
+        self._answer(store, keys, notices.astray(text, rank))  # last: then the program goes on, perhaps with a reset
 
     def _answer(self, store: dist.Store, keys: set[str], verdict: Notice) -> None:
         for key in keys:

@@ -224,10 +224,10 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
         time.sleep(0.5)  # connections are closed after the error
         release(folder)
     dist.barrier()
-    other.reset()  # later tests use the default group
-    for each in orders_of:
+    for each in orders_of:  # the rank comes back
         watchdog.forget_failure(compat.default_store(), each.group)
     dist.barrier()
+    other.reset()  # later tests use the default group
 
 
 @on_ranks(2, timeout=120)
