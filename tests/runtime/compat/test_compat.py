@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import importlib
+import gc
 import os
 import re
 import socket
@@ -743,7 +743,6 @@ def test_private_torch_is_touched_in_compat_only() -> None:
 
 def test_nothing_in_torch_is_patched() -> None:
     """Importing the package leaves torch's functions unchanged."""
-    import subprocess
     import sys
 
     program = (
@@ -1166,12 +1165,34 @@ def test_where_a_thread_waits() -> None:
 
 def test_frames_of_a_thread_that_runs() -> None:
     """Garbage collections, which let that thread end its frames, do not start while its frames are read."""
-    program = Path(__file__).with_name("frames_of_running_thread.py")
-    frames = importlib.import_module(compat.frames_of.__module__)
-    ended = subprocess.run(
-        [sys.executable, str(program), str(frames.__file__)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.stdout == "alive\n", ended.stderr
+    collected: list[str] = []
+    me, ended, before = threading.get_ident(), threading.Event(), gc.get_threshold()
+
+    def note(phase: str, _: Any) -> None:
+        if threading.get_ident() == me:
+            collected.append(phase)
+
+    def wait(depth: int) -> None:
+        wait(depth - 1) if depth else ended.wait(60)
+
+    thread = threading.Thread(target=wait, args=(50,))
+    thread.start()
+    time.sleep(0.1)
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(1)
+        found = compat.frames_of(thread.ident or 0)
+        during = list(collected)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+        ended.set()
+        thread.join()
+    assert len(found) > 50
+    if sys.version_info < (3, 12):
+        # Some may start before and after, never fifty.
+        assert len(during) < 20, during
+    assert gc.isenabled()
 
 
 def test_addresses_are_written_as_the_system_does() -> None:
