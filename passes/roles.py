@@ -60,7 +60,7 @@ FP8 = "mfsdp_fp8"
 """Key in ``meta["custom"]`` of what computes a linear layer in float8."""
 
 _c10d = torch.ops._c10d_functional
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def reads_whole(user: fx.Node) -> bool:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a node reads, without symbolic numbers: a view of a parameter may have sizes of a batch."""
-    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), _NUMBERS)]
+    return [source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), NUMBERS)]
 
 
 def is_view(node: fx.Node) -> bool:

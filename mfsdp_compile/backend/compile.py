@@ -396,19 +396,18 @@ def _compile_inner(
         return _cache_key(options, record)
 
     in_pieces, settings = options.inner == "pieces", dict(options.inductor)
-    patches = settings if in_pieces else compat.inductor_config_patches() | settings
+    patches = ({} if in_pieces else compat.inductor_config_patches()) | settings
     if record is not None:
         if record.meeting is not None and "joint_custom_post_pass" not in patches:
             decide = functools.partial(pipeline.decide_inference, record=record)
-            patches = {**patches, "joint_custom_post_pass": compat.graph_pass(decide, uuid)}
+            patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
         if options.loss_chunks is not None:
-            chunks = compat.graph_pass(chunk_loss, uuid)
-            patches = {**patches, "use_joint_graph_passes": True, "joint_custom_pre_pass": chunks}
-        patches = {**patches, "custom_partitioner_fn": compat.partitioner(partition, uuid)}
+            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
+        patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if in_pieces:
         return compat.compile_around(gm, inputs, patches, functools.partial(_run_in_pieces, finish_all, settings))
     if record is not None:
-        patches = {**patches, "post_grad_custom_post_pass": compat.graph_pass(finish, uuid)}
+        patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
 
 

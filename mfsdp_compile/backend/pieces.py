@@ -49,7 +49,6 @@ _MAKE_CONSTANTS = (
     torch.ops.aten.scalar_tensor.default,
     torch.ops.aten.empty.memory_format,
 )
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class CannotCut(NotImplementedError):
@@ -108,10 +107,8 @@ def _communicates_inside(module: fx.GraphModule) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node costs nothing, and is computed wherever it is read."""
-    if node.op != "call_function" or communicates(node):
-        return False
-    if isinstance(node.meta.get("val"), _SYMBOLS):
+    """Whether a node that does not communicate costs nothing, and is computed wherever it is read."""
+    if isinstance(node.meta.get("val"), roles.NUMBERS):
         return True
     return roles.is_view(node) or (node.target in _MAKE_CONSTANTS and not roles.tensor_inputs(node))
 
@@ -149,7 +146,9 @@ class _Cutter:
         programs: dict[int, Program],
     ) -> None:
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
+        self._bodies: dict[tuple[Any, ...], tuple[compat.CompiledPiece, Piece]] = {}  # by id, and layouts of arguments
         self._corrected: set[fx.Node] = set()
+        self._free: set[fx.Node] = set()
         self._plan: list[fx.Node | _Stretch] = []
         self._stretch_of: dict[fx.Node, _Stretch] = {}
         self._steps: list[Step] = []
@@ -162,7 +161,7 @@ class _Cutter:
         for item in self._plan:
             if isinstance(item, _Stretch):
                 self._place_stretch(item)
-            elif item.target in (compat.region_call, compat.invoke_subgraph):
+            elif _is_called(item):
                 self._place_call(item)
             elif not (item.target is operator.getitem and _is_called(item.args[0])):
                 self._place_operator(item)
@@ -173,11 +172,14 @@ class _Cutter:
         """Assign nodes that compute to stretches, in the order of the graph."""
         current: _Stretch | None = None
         for node in self.graph.nodes:
-            if node.op != "call_function" or _is_free(node):
+            if node.op != "call_function":
                 continue
             if communicates(node):
                 self._plan.append(node)
                 current = None
+                continue
+            if _is_free(node):
+                self._free.add(node)
                 continue
             if node.target is operator.getitem:
                 stretch = self._stretch_of[node.args[0]]  # type: ignore[index]
@@ -197,7 +199,7 @@ class _Cutter:
         read = [node for node in self._plan if isinstance(node, fx.Node)]
         for node in [*read, self.graph.output_node()]:
             for source in node.all_input_nodes:
-                root = _viewed(source)
+                root = self._viewed(source)
                 if root in self._stretch_of and source not in self._stretch_of:
                     self._stretch_of[root].nodes.append(source)
                     self._stretch_of[source] = self._stretch_of[root]
@@ -210,11 +212,17 @@ class _Cutter:
 
     def _leaves(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield what a node is computed from for free: itself if it is not free."""
-        if node in self._stretch_of or not _is_free(node):
+        if node in self._stretch_of or node not in self._free:
             yield node
         else:
             for source in node.all_input_nodes:
                 yield from self._leaves(source)
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        """Return the node whose memory a view is in."""
+        while node in self._free and roles.is_view(node):
+            node = roles.tensor_inputs(node)[0]
+        return node
 
     def _place_stretch(self, stretch: _Stretch) -> None:
         (first, *others) = stretch.nodes
@@ -224,10 +232,13 @@ class _Cutter:
         returns = [node for node in stretch.nodes if node in self._exposed]
         module, takes = _extract(stretch.nodes, returns, self._is_computed_inside(stretch))
         self._place_free(takes)
-        self._place_piece(Piece(module, [_value(node) for node in takes]), takes, returns)
+        piece = Piece(module, [_value(node) for node in takes])
+        self._place_piece(self._prepare(piece), piece, takes, returns)
 
     def _is_computed_inside(self, stretch: _Stretch) -> Callable[[fx.Node], bool]:
-        return lambda node: self._stretch_of.get(node) is stretch or (node not in self._stretch_of and _is_free(node))
+        return lambda node: (
+            self._stretch_of.get(node) is stretch or (node not in self._stretch_of and node in self._free)
+        )
 
     def _place_call(self, call: fx.Node) -> None:
         """Call a region, or another graph that communicates."""
@@ -239,8 +250,12 @@ class _Cutter:
             returns[user.args[1]] = user  # type: ignore[index]
         self._place_free(node for node in takes if isinstance(node, fx.Node))
         inputs = [_value(each) if isinstance(each, fx.Node) else each for each in takes]
-        if not _communicates_inside(body):
-            self._place_piece(Piece(_copy_of_body(body), inputs), takes, returns)
+        key = (id(body), *map(_layout, inputs))
+        if key not in self._bodies and id(body) not in self._programs and not _communicates_inside(body):
+            piece = Piece(_copy_of_body(body), inputs)
+            self._bodies[key] = self._prepare(piece), piece
+        if key in self._bodies:
+            self._place_piece(*self._bodies[key], takes, returns)
             return
         if id(body) not in self._programs:
             for placeholder, value in zip(placeholders, inputs, strict=True):
@@ -251,14 +266,17 @@ class _Cutter:
                 "a region that communicates is called with arguments of other strides than before. Compile it with "
                 "options={'inner': 'inductor'} or options={'regions': False}."
             )
-        values = [_value(node) if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
-        self._correct(returns, [value.stride() if isinstance(value, Tensor) else None for value in values])
+        self._correct(returns, compat.returned_strides(body.graph))
         self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
 
-    def _place_piece(self, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]) -> None:
+    def _prepare(self, piece: Piece) -> compat.CompiledPiece:
         _check_sizes(piece)
         _take_buffers(piece)
-        prepared = self._prepared(piece)
+        return self._prepared(piece)
+
+    def _place_piece(
+        self, prepared: compat.CompiledPiece, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]
+    ) -> None:
         self._correct(returns, prepared.strides)
         self._steps.append(Call(prepared, takes, returns, piece.memory))
 
@@ -282,20 +300,13 @@ class _Cutter:
     def _place_free(self, sources: Iterable[fx.Node]) -> None:
         """Compute views, constants and sizes that are read next, and that no piece returns."""
         for source in sources:
-            if source not in self._placed and source not in self._stretch_of and _is_free(source):
+            if source in self._free and source not in self._placed and source not in self._stretch_of:
                 self._placed.add(source)
                 self._place_operator(source)
 
 
 def _is_called(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target in (compat.region_call, compat.invoke_subgraph)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view is in."""
-    while node.op == "call_function" and roles.is_view(node) and not communicates(node):
-        node = roles.tensor_inputs(node)[0]
-    return node
 
 
 def _runs_as_operator(node: fx.Node) -> bool:
@@ -376,7 +387,7 @@ def _check_sizes(piece: Piece) -> None:
 
 
 def _layout(value: Any) -> str:
-    return f"{value.shape}, {value.stride()}" if isinstance(value, Tensor) else str(value)
+    return f"{value.shape}, {value.stride()}, {value.dtype}" if isinstance(value, Tensor) else str(value)
 
 
 def _copy_of_body(body: fx.GraphModule) -> fx.GraphModule:

@@ -180,16 +180,7 @@ def _pack_gradients(
         flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
     else:
         flat = torch.empty(numel, dtype=dtype, device=device)
-    places, end = [], 0
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        if offset > end:
-            flat[end:offset].zero_()
-        end = offset + gradient.numel()
-        places.append(flat.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
-    if end < numel:
-        flat[end:].zero_()
-    compat.copy_each(places, list(gradients))
-    return flat
+    return _pack_into(flat, gradients, offsets, numel, dtype)
 
 
 @torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")

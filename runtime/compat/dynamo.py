@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import logging
 import sys
@@ -26,7 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .frames import compiling
+from .frames import collector_off, compiling
 from .version import MODULE_FILE
 
 __all__ = [
@@ -379,14 +378,8 @@ def without_collection() -> Iterator[None]:
     Compiling makes millions of objects, nearly all of which are needed until its end. Looking for garbage among them
     takes up to a tenth of the time.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with torch._dynamo.config.patch(run_gc_after_compile=False):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+    with collector_off(), torch._dynamo.config.patch(run_gc_after_compile=False):
+        yield
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -36,14 +36,19 @@ def no_collections() -> Iterator[None]:
     While its finalizers run, the other thread goes on and the frame may end, which crashes. Therefore none starts here,
     as in ``sys._current_frames`` since python/cpython#106883.
     """
-    with _lock:
-        if sys.version_info >= (3, 12) or not gc.isenabled():
-            yield
-            return
-        gc.disable()
-        try:
-            yield
-        finally:
+    with _lock, collector_off() if sys.version_info < (3, 12) else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Context in which no garbage collection of Python's starts by itself."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
             gc.enable()
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "pieces_cache",
     "prepare_piece",
     "report_strides",
+    "returned_strides",
     "symbols_of",
 ]
 
@@ -130,7 +131,7 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
             return _pieces[key]
         with torch.no_grad(), mode:
             returns = fx.Interpreter(module).run(*inputs)
-    strides = tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in returns)
+    strides = _strides_of(returns)
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [i for i, its in enumerate(strides) if its is not None]
     output.meta["original_output_strides"] = list(strides)
@@ -152,11 +153,18 @@ def report_strides(graph: fx.Graph) -> None:
     """Tell AOTAutograd the strides of what a graph returns, for which it then compiles the backward."""
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
-        values = [
-            node.meta.get("val") if isinstance(node, fx.Node) else None
-            for node in graph.output_node().args[0]  # type: ignore[union-attr]
-        ]
-        context.output_strides.extend(v.stride() if isinstance(v, torch.Tensor) else None for v in values)
+        context.output_strides.extend(returned_strides(graph))
+
+
+def returned_strides(graph: fx.Graph) -> tuple[Any, ...]:
+    """Return the strides of what a graph returns; None for what is no tensor."""
+    (returns,) = graph.output_node().args
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returns]  # type: ignore[union-attr]
+    return _strides_of(values)
+
+
+def _strides_of(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value.stride() if isinstance(value, torch.Tensor) else None for value in values)
 
 
 def symbols_of(value: Any, alone: bool = False) -> list[Any]:

@@ -295,7 +295,7 @@ class Watchdog:
         """Check once whether the program stands still, and if so, why."""
         if not dist.is_initialized():
             return
-        self._places.note({_thread(self._live()), *(order.thread for order in self._live())})
+        self._places.note(_threads(self._live()))
         self._waits.take_back(self._connection())
         for guarded in list(self._guarded):
             guarded.look(self._connection())
@@ -457,7 +457,6 @@ class Watchdog:
         if order is not None:
             for scope in {order.group}.union(*(model.scopes for model in live[order])):
                 notices.publish(store, scope, "over", {"epoch": self._seen[order][0], "text": text, "rank": rank})
-        if order is not None:
             self._end(order, text, more)
         self._answer(store, keys, notices.astray(text, rank))  # last: then the program goes on, perhaps with a reset
 
@@ -514,7 +513,7 @@ class Watchdog:
 
 def _in_program(asked: Sequence[Asking], live: Collection[Order]) -> Asking | None:
     """Return the agreement that the program waits in: not a thread beside it, which ends nobody's wait."""
-    threads = {order.thread for order in live} or {_thread(live)}
+    threads = _threads(live)
     return next((each for each in asked if each.is_next or each.thread in threads), None)
 
 
@@ -522,6 +521,11 @@ def _thread(live: Collection[Order]) -> int:
     """Return the thread that runs the program."""
     order = main_order(live)
     return order.thread if order is not None else threading.main_thread().ident or 0
+
+
+def _threads(live: Collection[Order]) -> set[int]:
+    """Return the threads in which models run, or that which runs the program."""
+    return {order.thread for order in live} or {_thread(live)}
 
 
 def _answerable(mine: Asking | None) -> set[str]:

@@ -99,8 +99,7 @@ def test_equal_pieces_are_compiled_once() -> None:
     def count(layers: int, model: type[zoo.Plain] = zoo.Plain, evaluates: bool = False, **options: Any) -> int:
         torch._dynamo.reset()
         before = len(known_pieces._pieces)
-        sharded: Any = fully_shard_model(parity.build(lambda: model(layers=layers)), fsdp_unit_modules=[zoo.Block])
-        call: Any = torch.compile(sharded, backend="mfsdp", options={"inner": PIECES, **options})
+        _, call = parity.shard(parity.build(lambda: model(layers=layers)), PIECES, **options)
         loss = call(torch.ones(3, 8))
         loss.backward()
         torch.testing.assert_close(loss, parity.build(lambda: model(layers=layers))(torch.ones(3, 8)))
@@ -158,8 +157,7 @@ def test_a_collective_inside_of_an_operator_that_takes_graphs() -> None:
             both = lambda x: functional.all_reduce(x.detach(), "sum", dist.group.WORLD) + x  # noqa: E731
             return torch.cond(x.sum() > 0, both, lambda x: x.cos(), (x,))
 
-    model: Any = fully_shard_model(parity.build(Inside), fsdp_unit_modules=[zoo.Block])
-    call: Any = torch.compile(model, backend="mfsdp", options={"inner": PIECES})
+    _, call = parity.shard(parity.build(Inside), PIECES)
     with parity.raises_everywhere(Exception, "a collective runs inside of an operator that takes graphs"):
         call(torch.ones(3, 8))
 
@@ -168,8 +166,7 @@ def test_a_collective_inside_of_an_operator_that_takes_graphs() -> None:
 @on_ranks(2, timeout=300)
 def test_another_backward() -> None:
     """What forward saved is not written to."""
-    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
-    call: Any = torch.compile(model, backend="mfsdp", options={"inner": PIECES})
+    model, call = parity.shard(parity.build(zoo.Plain), PIECES)
     loss = call(torch.ones(3, 8))
     loss.backward(retain_graph=True)
     once = [param.grad.full_tensor() for param in model.parameters()]
