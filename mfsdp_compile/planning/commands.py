@@ -20,6 +20,7 @@ from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize, wire
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
@@ -204,9 +205,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the command line. Returns the exit code: 0, 1 if nothing fits, or 2 if the arguments are wrong."""
-    gc.disable()  # everything made here is needed to the end, and scanning it takes a fifth of the time
     try:
-        return _run(given, plain_console())
+        with compat.collector_off():  # what is made is needed to the end, and scanning it takes a fifth of the time
+            return _run(given, plain_console())
     finally:
         gc.freeze()  # avoids scanning it when Python exits
 

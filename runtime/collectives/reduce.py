@@ -51,19 +51,12 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
             has one.
     """
     inspected = exchange.inspected and stage == 0
-    if exchange.when[stage] == When.ALWAYS.value and not inspected:
-        return start_collective(gradient, stage, exchange)
+    collective, op, when = exchange.collectives[stage], exchange.reduce_op, exchange.when[stage]
+    size, group = exchange.group_sizes[stage], exchange.groups[stage]
+    if when == When.ALWAYS.value and not inspected:
+        return _start(gradient, collective, op, size, group)
     assert token is not None
-    return torch.ops.mfsdp.reduce_if_due(
-        gradient,
-        token,
-        exchange.collectives[stage],
-        exchange.when[stage],
-        exchange.reduce_op,
-        exchange.group_sizes[stage],
-        exchange.groups[stage],
-        inspected,
-    )
+    return torch.ops.mfsdp.reduce_if_due(gradient, token, collective, when, op, size, group, inspected)
 
 
 def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor:

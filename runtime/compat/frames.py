@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["frames", "frames_of"]
+__all__ = ["collector_off", "frames", "frames_of"]
 
 _lock = threading.RLock()
 

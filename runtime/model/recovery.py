@@ -150,8 +150,7 @@ def _union(offers: Sequence[Sequence[Any]]) -> list[Any]:
 def _reconnect(name: str, ranks: Sequence[int], agreeing: dist.ProcessGroup) -> None:
     """Connect a process group of the program again. The model itself gets new groups: this one is the program's."""
     group = compat.process_group(name)
-    if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and compat.reconnect(group):
-        watchdog.revive(name)
+    if set(dist.get_process_group_ranks(agreeing)).issuperset(ranks) and watchdog.reconnect(group):
         return
     if compat.is_own(group):
         return  # of another model: its own reset replaces it

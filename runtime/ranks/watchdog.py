@@ -104,6 +104,7 @@ class Watchdog:
         self._outstanding = Outstanding()  # of compiled graphs
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Lock()  # held while connections are closed, or made again
         self._store: dist.Store | None = None
         self._store_of: dist.Store | None = None
         self._seen: dict[Order, tuple[int, int]] = {}
@@ -172,11 +173,19 @@ class Watchdog:
             self._models = [known for known in self._models if known() not in (None, model)]
         self._outstanding.settle()
 
-    def revive(self, group: str) -> None:
-        """Watch models of a process group that was closed, and is connected again. Called on all its ranks."""
-        self._explained.discard(group)
-        if (order := orders().get(group)) is not None:
-            order.revive()
+    def reconnect(self, group: dist.ProcessGroup) -> bool:
+        """Connect a process group again that was closed, and watch its models. Called on all its ranks.
+
+        Returns:
+            Whether that was possible.
+        """
+        with self._closing:  # else the thread could close the new connections for a finding of before
+            if not compat.reconnect(group):
+                return False
+            self._explained.discard(group.group_name)
+            if (order := orders().get(group.group_name)) is not None:
+                order.revive()
+            return True
 
     @contextlib.contextmanager
     def asking(self, asked: Asking) -> Iterator[None]:
@@ -467,14 +476,15 @@ class Watchdog:
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """End the wait of this rank, unless the program has got an error in another way, and has started over."""
-        if order.epoch != self._seen[order][0]:
-            return
-        order.stall(text)
-        _log.error("Rank %d: %s", dist.get_rank(), order.standstill())
-        if order.was_aborted:
-            self._meet_before_abort(order)
-        with self._lock:
-            self._break(more.union(*(model.communicators for model in self._live().get(order, []))))
+        with self._closing:
+            if order.epoch != self._seen[order][0]:
+                return
+            order.stall(text)
+            _log.error("Rank %d: %s", dist.get_rank(), order.standstill())
+            if order.was_aborted:
+                self._meet_before_abort(order)
+            with self._lock:
+                self._break(more.union(*(model.communicators for model in self._live().get(order, []))))
 
     def _break(self, names: set[str]) -> None:
         groups = []

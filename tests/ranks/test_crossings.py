@@ -231,6 +231,32 @@ def test_a_rank_that_is_gone_does_not_come() -> None:
 
 
 @on_ranks(2, timeout=120)
+def test_new_connections_outlive_a_finding() -> None:
+    """What the watchdog has found before a group is connected again does not close the new connections."""
+    training, group = Training(), dist.group.WORLD
+    other: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])  # over the default group
+    training.step()
+    order, connect = other.sharded.coordinator.order, compat.reconnect
+    watchdog.look()
+    late = threading.Thread(target=lambda: watchdog._end(order, "a finding", {group.group_name}))
+
+    def reconnect(closed: dist.ProcessGroup) -> bool:
+        was_possible = connect(closed)
+        late.start()
+        late.join(0.5)  # it may wait for this thread
+        return was_possible
+
+    compat.break_connections(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "reconnect", reconnect)
+        other.reset()
+    late.join(60)
+    assert order.stalled is None
+    dist.barrier()
+    training.step()
+
+
+@on_ranks(2, timeout=120)
 def test_a_deadlocked_thread_is_named() -> None:
     """A time-out names the line where the program of a rank waits for a lock, in a gather and in an agreement."""
     gone = dist.new_group()

@@ -1167,6 +1167,7 @@ def test_frames_of_a_thread_that_runs() -> None:
     """Garbage collections, which let that thread end its frames, do not start while its frames are read."""
     collected: list[str] = []
     me, ended, before = threading.get_ident(), threading.Event(), gc.get_threshold()
+    enabled = gc.isenabled()
 
     def note(phase: str, _: Any) -> None:
         if threading.get_ident() == me:
@@ -1192,7 +1193,7 @@ def test_frames_of_a_thread_that_runs() -> None:
     if sys.version_info < (3, 12):
         # Some may start before and after, never fifty.
         assert len(during) < 20, during
-    assert gc.isenabled()
+    assert gc.isenabled() == enabled
 
 
 def test_addresses_are_written_as_the_system_does() -> None:
