@@ -134,11 +134,11 @@ ROWS = {
     "no_shard": Row({"zero_dp_strategy": 0}, is_long=True),
     "optim": Row({"zero_dp_strategy": 1}),
     "optim_grads": Row({"zero_dp_strategy": 2}, is_long=True),
-    "double_buffer": Row({"fsdp_double_buffer": True}),
+    "double_buffer": Row({"fsdp_double_buffer": True}, is_long=True),
     "largest_buffer": Row({"maxpool_double_buffer": True}, is_long=True),
     "accumulation": Row({"sync_model_each_microbatch": False, "zero_dp_strategy": 1}, microbatches=2),
     "offload": Row({"offload_policy": CPUOffloadPolicy()}, waits=True),
-    "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, microbatches=2),
+    "offload, accumulation": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, microbatches=2, is_long=True),
     "offload, written": Row({"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=written),
     "offload, loaded": Row(
         {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=loaded
@@ -166,7 +166,7 @@ ROWS = {
     "state dict, offloaded": Row(
         {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), then=state_dicts, is_long=True
     ),
-    "batches": Row(modes=(EAGER,), then=batches),
+    "batches": Row(modes=(EAGER,), then=batches, is_long=True),
     "staged": Row(modes=(EAGER,), then=staged),
     "staged, offloaded": Row(
         {"offload_policy": CPUOffloadPolicy()}, waits=True, modes=(EAGER,), is_long=True, then=staged

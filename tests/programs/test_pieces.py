@@ -92,27 +92,34 @@ def test_communication_buffers() -> None:
         assert len(set(addresses)) == len(addresses) <= 2
 
 
+def pieces_of(layers: int, evaluates: bool = False, **options: Any) -> int:
+    """Return how many pieces a model adds to those that are known."""
+    torch._dynamo.reset()
+    before = len(known_pieces._pieces)
+    _, call = parity.shard(parity.build(lambda: zoo.Plain(layers=layers)), PIECES, **options)
+    loss = call(torch.ones(3, 8))
+    loss.backward()
+    torch.testing.assert_close(loss, parity.build(lambda: zoo.Plain(layers=layers))(torch.ones(3, 8)))
+    if evaluates:
+        with torch.no_grad():
+            call(torch.ones(3, 8))
+    return len(known_pieces._pieces) - before
+
+
 @on_ranks(2, timeout=300)
 def test_equal_pieces_are_compiled_once() -> None:
-    """They depend on no layer, schedule or group; what evaluates is compiled apart."""
+    """They depend neither on the number of layers nor on the schedule."""
+    assert pieces_of(3) > 0
+    assert pieces_of(5, prefetch=2, reductions_in_flight=2) == 0
 
-    def count(layers: int, model: type[zoo.Plain] = zoo.Plain, evaluates: bool = False, **options: Any) -> int:
-        torch._dynamo.reset()
-        before = len(known_pieces._pieces)
-        _, call = parity.shard(parity.build(lambda: model(layers=layers)), PIECES, **options)
-        loss = call(torch.ones(3, 8))
-        loss.backward()
-        torch.testing.assert_close(loss, parity.build(lambda: model(layers=layers))(torch.ones(3, 8)))
-        if evaluates:
-            with torch.no_grad():
-                call(torch.ones(3, 8))
-        return len(known_pieces._pieces) - before
 
-    assert count(3) > 0
-    assert count(6) == 0
-    for options in ({"prefetch": 2, "reductions_in_flight": 2}, {"reshard_after_forward": False}):
-        assert count(5, **options) == 0
-    assert 0 < count(5, evaluates=True) <= 3
+@pytest.mark.long
+@on_ranks(2, timeout=300)
+def test_pieces_that_are_added() -> None:
+    """What evaluates is compiled apart."""
+    pieces_of(3)
+    assert pieces_of(5, reshard_after_forward=False) == 0
+    assert 0 < pieces_of(5, evaluates=True) <= 3
 
 
 @pytest.mark.long
