@@ -122,7 +122,7 @@ class Pool:
         name = (function.__module__, function.__qualname__)
         for _, connection in self._workers:
             connection.send((name, params))
-        deadline = time.monotonic() + timeout
+        deadline, is_worn = time.monotonic() + timeout, False
         results: dict[int, Sequence[Any]] = {}
         while len(results) < self.world_size and time.monotonic() < deadline:
             for rank, (process, connection) in enumerate(self._workers):
@@ -130,8 +130,9 @@ class Pool:
                     continue
                 try:
                     if connection.poll(0.02):
-                        *results[rank], seconds = connection.recv()
+                        *results[rank], seconds, its_is_worn = connection.recv()
                         self.cpu_seconds += seconds
+                        is_worn |= its_is_worn
                     elif not process.is_alive():
                         results[rank] = (False, f"the process died with exit code {process.exitcode}")
                 except (EOFError, ConnectionResetError):
@@ -152,6 +153,8 @@ class Pool:
                 late = "were still running when others failed" if failures else f"did not finish in {timeout} s"
                 parts.append(f"ranks {missing} {late}")
             raise RankError("\n".join(parts))
+        if is_worn:
+            self.stop()
         return [results[rank][1] for rank in range(self.world_size)]
 
 
@@ -166,6 +169,15 @@ def _destroy_groups() -> None:
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _is_worn() -> bool:
+    """Whether the default group cannot be connected again often enough for another test: four times in all."""
+    import torch.distributed as dist
+
+    from mfsdp_compile.runtime.compat import gloo
+
+    return gloo._reconnected.get(dist.group.WORLD, 0) > 2
 
 
 def _changed_settings() -> str:
@@ -280,7 +292,7 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
             gc.freeze()  # scanning caches and modules again took a third of a second per test and rank
         before, used = used, cpu_seconds()
         try:
-            connection.send((*outcome, used - before))
+            connection.send((*outcome, used - before, _is_worn()))
         except Exception:  # a result that cannot be pickled
-            connection.send((False, traceback.format_exc(), used - before))
+            connection.send((False, traceback.format_exc(), used - before, True))
         sys.stdout.flush()
