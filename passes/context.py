@@ -167,6 +167,7 @@ class Context:
         delivers_early: Whether backwards deliver each gradient as soon as it has arrived; see :mod:`.deliver`.
         steps_early: Whether predictions may count on a step over each bucket there, which frees its gradient. The
             first step of a process keeps all gradients, so the backend's decisions under a memory budget do not.
+        in_pieces: Whether stretches between collectives are compiled one by one; see :mod:`.stretches`.
         decisions: Decisions about the schedule so far.
     """
 
@@ -178,6 +179,7 @@ class Context:
     other_bytes: int = 0
     delivers_early: bool = False
     steps_early: bool = False
+    in_pieces: bool = False
     decisions: Decisions = field(default_factory=Decisions)
 
     @property

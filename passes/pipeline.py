@@ -21,6 +21,7 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from . import (
     activations,
     announce,
+    borders,
     comm_buffers,
     deliver,
     drop_unread,
@@ -176,11 +177,12 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     early, behind = ([deliver.apply], [deliver.place]) if context.delivers_early else ([], [])
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
     copies = [activations.place] if context.policy.activation_offload else []
+    last = [borders.apply] if context.in_pieces else []
     table: dict[Phase, list[Pass]] = {
         Phase.JOINT: [reshard.apply],
-        Phase.FORWARD: [schedule.apply, *own, *copies],
-        Phase.BACKWARD: [*widen, *early, reduce.apply, schedule.apply, *own, *copies, *behind],
-        Phase.INFERENCE: [schedule.apply, *own],
+        Phase.FORWARD: [schedule.apply, *own, *copies, *last],
+        Phase.BACKWARD: [*widen, *early, reduce.apply, schedule.apply, *own, *copies, *behind, *last],
+        Phase.INFERENCE: [schedule.apply, *own, *last],
     }
     return table[phase]
 

@@ -251,6 +251,7 @@ def prepare(
             reductions=all(owner.overlap.reductions for owner in owners),
         ),
         delivers_early=chosen.step_in_backward and not served,
+        in_pieces=chosen.inner == "pieces",
         other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):

@@ -29,31 +29,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.stretches import PACK, CannotCut, Stretch, communicates_inside, divide, graphs_of
 from mfsdp_compile.runtime import compat
 
 from .straight_line import Call, Program, Step
-
-_PACK = torch.ops.mfsdp.pack_gradients.default
-_COMPUTES = (_PACK, roles.QUANTIZE)
-"""Operators of ours that are computation."""
-_COMMUNICATE = {"mfsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
-_MAKE_CONSTANTS = (
-    torch.ops.aten.full.default,
-    torch.ops.aten.scalar_tensor.default,
-    torch.ops.aten.empty.memory_format,
-)
-
-
-class CannotCut(NotImplementedError):
-    """A graph has a collective where it cannot be cut."""
-
 
 @dataclass(eq=False)
 class Piece:
@@ -68,49 +54,6 @@ class Piece:
     module: fx.GraphModule
     inputs: list[Any]
     memory: tuple[tuple[Any, ...], ...] = ()
-
-
-@dataclass(eq=False)
-class _Stretch:
-    """Consecutive nodes that compute."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-
-
-def communicates(node: fx.Node) -> bool:
-    """Whether a node runs outside of pieces: it communicates, announces or moves memory, or calls such a graph."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and communicates(source)
-    if roles.is_region_call(node):
-        return True
-    if node.op == "call_function" and any(map(_communicates_inside, _graphs_of(node))):
-        if node.target is not compat.invoke_subgraph:
-            raise CannotCut(
-                f"a collective runs inside of an operator that takes graphs ({node.target}), where the graph around it "
-                "cannot be cut. Compile it with options={'inner': 'inductor'}."
-            )
-        return True
-    target = node.target
-    return (
-        (isinstance(target, torch._ops.OpOverload) and target.namespace in _COMMUNICATE and target not in _COMPUTES)
-        or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value
-    )
-
-
-def _graphs_of(node: fx.Node) -> list[fx.GraphModule]:
-    return [graph for argument in node.all_input_nodes if (graph := roles.nested_graph(argument)) is not None]
-
-
-def _communicates_inside(module: fx.GraphModule) -> bool:
-    return any(node.op == "call_function" and communicates(node) for node in module.graph.nodes)
-
-
-def _is_free(node: fx.Node) -> bool:
-    """Whether a node that does not communicate costs nothing, and is computed wherever it is read."""
-    if isinstance(node.meta.get("val"), roles.NUMBERS):
-        return True
-    return roles.is_view(node) or (node.target in _MAKE_CONSTANTS and not roles.tensor_inputs(node))
 
 
 def cut(module: fx.GraphModule, prepared: Callable[[Piece], compat.CompiledPiece]) -> Program:
@@ -148,18 +91,16 @@ class _Cutter:
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
         self._bodies: dict[tuple[Any, ...], tuple[compat.CompiledPiece, Piece]] = {}  # by id, and layouts of arguments
         self._corrected: set[fx.Node] = set()
-        self._free: set[fx.Node] = set()
-        self._plan: list[fx.Node | _Stretch] = []
-        self._stretch_of: dict[fx.Node, _Stretch] = {}
+        divided = divide(module.graph)
+        self._plan, self._stretch_of, self._free = divided.plan, divided.stretch_of, divided.free
         self._steps: list[Step] = []
         self._placed: set[fx.Node] = set()
         self._exposed: set[fx.Node] = set()
 
     def program(self) -> Program:
-        self._divide()
         self._expose()
         for item in self._plan:
-            if isinstance(item, _Stretch):
+            if isinstance(item, Stretch):
                 self._place_stretch(item)
             elif _is_called(item):
                 self._place_call(item)
@@ -167,29 +108,6 @@ class _Cutter:
                 self._place_operator(item)
         self._place_free(self.graph.output_node().all_input_nodes)
         return Program(self.graph, self._steps)
-
-    def _divide(self) -> None:
-        """Assign nodes that compute to stretches, in the order of the graph."""
-        current: _Stretch | None = None
-        for node in self.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if communicates(node):
-                self._plan.append(node)
-                current = None
-                continue
-            if _is_free(node):
-                self._free.add(node)
-                continue
-            if node.target is operator.getitem:
-                stretch = self._stretch_of[node.args[0]]  # type: ignore[index]
-            else:
-                if current is None:
-                    current = _Stretch()
-                    self._plan.append(current)
-                stretch = current
-            stretch.nodes.append(node)
-            self._stretch_of[node] = stretch
 
     def _expose(self) -> None:
         """Find what is read outside of the stretch that computes it.
@@ -205,7 +123,7 @@ class _Cutter:
                     self._stretch_of[source] = self._stretch_of[root]
                 self._exposed.update(self._leaves(source))
         for stretch in self._plan:
-            if isinstance(stretch, _Stretch):
+            if isinstance(stretch, Stretch):
                 for node in stretch.nodes:
                     sources = (leaf for source in node.all_input_nodes for leaf in self._leaves(source))
                     self._exposed.update(leaf for leaf in sources if self._stretch_of.get(leaf, stretch) is not stretch)
@@ -224,7 +142,7 @@ class _Cutter:
             node = roles.tensor_inputs(node)[0]
         return node
 
-    def _place_stretch(self, stretch: _Stretch) -> None:
+    def _place_stretch(self, stretch: Stretch) -> None:
         (first, *others) = stretch.nodes
         if not others and _runs_as_operator(first):
             self._place_operator(first)
@@ -235,7 +153,7 @@ class _Cutter:
         piece = Piece(module, [_value(node) for node in takes])
         self._place_piece(self._prepare(piece), piece, takes, returns)
 
-    def _is_computed_inside(self, stretch: _Stretch) -> Callable[[fx.Node], bool]:
+    def _is_computed_inside(self, stretch: Stretch) -> Callable[[fx.Node], bool]:
         return lambda node: (
             self._stretch_of.get(node) is stretch or (node not in self._stretch_of and node in self._free)
         )
@@ -251,7 +169,7 @@ class _Cutter:
         self._place_free(node for node in takes if isinstance(node, fx.Node))
         inputs = [_value(each) if isinstance(each, fx.Node) else each for each in takes]
         key = (id(body), *map(_layout, inputs))
-        if key not in self._bodies and id(body) not in self._programs and not _communicates_inside(body):
+        if key not in self._bodies and id(body) not in self._programs and not communicates_inside(body):
             piece = Piece(_copy_of_body(body), inputs)
             self._bodies[key] = self._prepare(piece), piece
         if key in self._bodies:
@@ -312,7 +230,7 @@ def _is_called(node: Any) -> bool:
 def _runs_as_operator(node: fx.Node) -> bool:
     """Whether a stretch of one node is run as the operator that it is: an embedding, a cast of a shard."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not _graphs_of(node)
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not graphs_of(node)
 
 
 def _extract(
@@ -402,7 +320,7 @@ def _take_buffers(piece: Piece) -> None:
     """Let a piece take the communication buffers that it packs gradients into."""
     graph = piece.module.graph
     memory: list[tuple[Any, ...]] = []
-    for node in graph.find_nodes(op="call_function", target=_PACK):
+    for node in graph.find_nodes(op="call_function", target=PACK):
         gradients, offsets, numel, dtype, capacity, count = [*node.args, 0, 0][:6]
         if not capacity:
             continue
