@@ -155,7 +155,7 @@ class _Borders:
     # -- earlier ------------------------------------------------------------------------------------------------------
 
     def rise(self) -> int:
-        """Move elementwise outputs that nothing else reads to the stretch that computes what they read. Return how many.
+        """Move elementwise outputs that nothing else reads to the stretch of what they read. Return how many.
 
         Torch's partitioner leaves masks that backward needs at the end of forward.
         """
@@ -198,7 +198,9 @@ class _Borders:
             stay: set[fx.Node] = set()
             while True:
                 found = self._targets(stretch, targets, stay)
-                refused = {node for part in self._connected(found) if not self._may_move(part, stretch) for node in part}
+                refused = {
+                    node for part in self._connected(found) if not self._may_move(part, stretch) for node in part
+                }
                 if not refused:
                     break
                 stay |= refused
@@ -218,9 +220,7 @@ class _Borders:
                 first.prepend(node)
         return len(targets)
 
-    def _targets(
-        self, stretch: Stretch, targets: dict[fx.Node, Stretch], stay: set[fx.Node]
-    ) -> dict[fx.Node, Stretch]:
+    def _targets(self, stretch: Stretch, targets: dict[fx.Node, Stretch], stay: set[fx.Node]) -> dict[fx.Node, Stretch]:
         """Return the later stretch that reads each node of a stretch first, of those that only later ones read."""
         found: dict[fx.Node, Stretch] = {}
         for node in reversed(stretch.nodes):
@@ -292,9 +292,7 @@ class _Borders:
                 self.graph.erase_node(node)
         return copied
 
-    def _leaves(
-        self, node: fx.Node, read: set[fx.Node], at: int, known: dict[fx.Node, set[fx.Node]]
-    ) -> set[fx.Node]:
+    def _leaves(self, node: fx.Node, read: set[fx.Node], at: int, known: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
         """Return what a value is best computed from again at a position: itself, if it is best read.
 
         Views among them are of memory that is freed before. Copies of them are small.
@@ -326,9 +324,7 @@ class _Borders:
             return True
         return any(self.stretch_of.get(reader) is not self.stretch_of[node] for reader in self._readers(node))
 
-    def _again(
-        self, node: fx.Node, leaves: set[fx.Node], made: dict[fx.Node, fx.Node], first: fx.Node
-    ) -> fx.Node:
+    def _again(self, node: fx.Node, leaves: set[fx.Node], made: dict[fx.Node, fx.Node], first: fx.Node) -> fx.Node:
         """Return a node that computes a value again from ``leaves``, in front of a stretch's first node.
 
         It is the value itself if that is a leaf, or depends on nothing that was computed again.

@@ -1,7 +1,7 @@
 """Stretches: maximal runs of a graph's nodes that compute, between nodes that communicate.
 
-Each becomes a piece, which Inductor compiles by itself (:mod:`mfsdp_compile.backend.pieces`). What costs nothing (views,
-constants, arithmetic of sizes) belongs to none: it is computed wherever it is read.
+Each becomes a piece, which Inductor compiles by itself (:mod:`mfsdp_compile.backend.pieces`). What costs nothing
+belongs to none, and is computed wherever it is read: views, constants, arithmetic of sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mfsdp_compile.runtime import compat
 from . import roles
 
 PACK = torch.ops.mfsdp.pack_gradients.default
-_COMPUTES = (PACK, roles.QUANTIZE)
+_COMPUTES = (PACK, torch.ops.mfsdp.pack_into.default, roles.QUANTIZE)
 """Operators of ours that are computation."""
 _COMMUNICATE = {"mfsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _MAKE_CONSTANTS = (
@@ -89,6 +89,10 @@ class Divided:
     plan: list[fx.Node | Stretch] = field(default_factory=list)
     stretch_of: dict[fx.Node, Stretch] = field(default_factory=dict)
     free: set[fx.Node] = field(default_factory=set)
+
+    def number(self, stretch: Stretch) -> int:
+        """Return the place of a stretch in the order."""
+        return self.plan.index(stretch)
 
 
 def divide(graph: fx.Graph) -> Divided:

@@ -90,18 +90,20 @@ def _pack_gradients(
     if capacity:
         operator = torch.ops.mfsdp.gradient_buffer.default
         memory = compat.inductor_memory(operator, capacity, count, numel, dtype, device)
-    return _fill(compat.InductorBucket(device, dtype, numel, memory), gradients, offsets, numel)
-
-
-def _pack_into(memory: Any, gradients: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Any:
-    return _fill(compat.InductorBucket(gradients[0].get_device(), dtype, numel, memory), gradients, offsets, numel)
-
-
-def _fill(bucket: Any, gradients: Sequence[Any], offsets: Sequence[int], numel: int) -> Any:
-    end = 0
+    bucket, end = compat.InductorBucket(device, dtype, numel, memory), 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         bucket.fill(0, end, offset)
         bucket.store(gradient, offset)
         end = offset + bucket.numel(gradient)
     bucket.fill(0, end, numel)
+    return bucket.finish()
+
+
+def _pack_into(memory: Any, gradients: Sequence[Any], offsets: Sequence[int], gaps: Sequence[int]) -> Any:
+    (numel,) = memory.get_size()
+    bucket = compat.InductorBucket(memory.get_device(), memory.get_dtype(), int(numel), memory)
+    for start, end in zip(gaps[::2], gaps[1::2], strict=True):
+        bucket.fill(0, start, end)
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        bucket.store(gradient, offset)
     return bucket.finish()

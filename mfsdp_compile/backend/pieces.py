@@ -38,8 +38,10 @@ from torch import Tensor, fx
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.stretches import PACK, CannotCut, Stretch, communicates_inside, divide, graphs_of
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.collectives.reduce import gaps_between
 
 from .straight_line import Call, Program, Step
+
 
 @dataclass(eq=False)
 class Piece:
@@ -88,6 +90,7 @@ class _Cutter:
         prepared: Callable[[Piece], compat.CompiledPiece],
         programs: dict[int, Program],
     ) -> None:
+        _pack_where_computed(module.graph)
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
         self._bodies: dict[tuple[Any, ...], tuple[compat.CompiledPiece, Piece]] = {}  # by id, and layouts of arguments
         self._corrected: set[fx.Node] = set()
@@ -328,8 +331,72 @@ def _take_buffers(piece: Piece) -> None:
         with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
             buffer = graph.placeholder(f"memory_{len(memory)}")
         buffer.meta["val"] = value
-        node.target, node.args = torch.ops.mfsdp.pack_into.default, (buffer, gradients, offsets, numel, dtype)
+        gaps = gaps_between([_value(gradient) for gradient in gradients], offsets, numel)
+        node.target, node.args = _PACK_INTO, (buffer, gradients, offsets, gaps)
         piece.inputs.append(value)
         memory.append((capacity, count, numel, dtype, value.device))
     piece.memory = tuple(memory)
     piece.module.recompile()
+
+
+def _pack_where_computed(graph: fx.Graph) -> None:
+    """Let each stretch write the gradients that it computes to the bucket, if several compute those of a bucket.
+
+    Otherwise the last one would copy what others have computed. Buckets in communication buffers stay as they are: it
+    is not known that a buffer is free before the bucket is packed.
+    """
+    divided, done = divide(graph), list[fx.Node]()
+    for pack in graph.find_nodes(op="call_function", target=PACK):
+        gradients, offsets, numel, dtype, capacity, _ = [*pack.args, 0, 0][:6]
+        if capacity:
+            continue
+        parts: dict[Stretch, list[int]] = {}
+        for number, gradient in enumerate(gradients):
+            computed = gradient
+            while computed in divided.free and len(computed.users) == 1 and roles.is_view(computed):
+                (computed,) = roles.tensor_inputs(computed)
+            stretch = divided.stretch_of.get(computed)
+            if stretch is not None and stretch is not divided.stretch_of[pack] and len(computed.users) == 1:
+                parts.setdefault(stretch, []).append(number)
+        if not parts:
+            continue
+        value: Tensor = pack.meta["val"]
+        with graph.inserting_before(min(parts, key=divided.number).nodes[0]):
+            memory = graph.call_function(_GRADIENT_BUFFER, (0, 0, numel, dtype, value.device))
+        memory.meta["val"] = value
+        for stretch in sorted(parts, key=divided.number):
+            last, copies = stretch.nodes[-1], dict[fx.Node, fx.Node]()
+            for number in parts[stretch]:
+                last = _copy_views(gradients[number], last, copies)
+            theirs = [copies.get(gradients[number], gradients[number]) for number in parts[stretch]]
+            with graph.inserting_after(last):
+                memory = graph.call_function(
+                    _PACK_INTO, (memory, theirs, [offsets[number] for number in parts[stretch]], [])
+                )
+            memory.meta["val"] = value
+        left = [number for number in range(len(gradients)) if not any(number in part for part in parts.values())]
+        gaps = gaps_between([_value(gradient) for gradient in gradients], offsets, numel)
+        if left or gaps:
+            pack.target = _PACK_INTO
+            pack.args = (memory, [gradients[number] for number in left], [offsets[number] for number in left], gaps)
+        else:
+            pack.replace_all_uses_with(memory)
+            done.append(pack)
+    for pack in done:
+        graph.erase_node(pack)
+    graph.lint()
+
+
+def _copy_views(node: fx.Node, after: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a view, of a node whose views have no other reader, behind ``after``. Return the last copy."""
+    if not roles.is_view(node):
+        return after
+    (source,) = roles.tensor_inputs(node)
+    after = _copy_views(source, after, copies)
+    with node.graph.inserting_after(after):
+        copies[node] = node.graph.node_copy(node, lambda given: copies.get(given, given))
+    return copies[node]
+
+
+_PACK_INTO = torch.ops.mfsdp.pack_into.default
+_GRADIENT_BUFFER = torch.ops.mfsdp.gradient_buffer.default

@@ -292,6 +292,8 @@ def _gather_into_buffer_fake(
 
 @torch.library.impl(library, "gradient_buffer", "CompositeExplicitAutograd")
 def _gradient_buffer(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not capacity:
+        return torch.empty(numel, dtype=dtype, device=device)
     return take("gradients", Buffers(capacity, count), numel, dtype, device)
 
 

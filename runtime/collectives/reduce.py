@@ -173,30 +173,34 @@ def _pack_gradients(
         flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
     else:
         flat = torch.empty(numel, dtype=dtype, device=device)
-    return _pack_into(flat, gradients, offsets, numel, dtype)
+    return _pack_into(flat, gradients, offsets, gaps_between(gradients, offsets, numel))
+
+
+def gaps_between(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int) -> list[int]:
+    """Return where a bucket has no gradients: the start and the end of each gap, in a row."""
+    gaps, end = [], 0
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        if offset > end:
+            gaps += [end, offset]
+        end = offset + gradient.numel()
+    return [*gaps, end, numel] if end < numel else gaps
 
 
 @torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")
-def _pack_into(
-    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
-) -> Tensor:
-    places, end = [], 0
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        if offset > end:
-            memory[end:offset].zero_()
-        end = offset + gradient.numel()
-        places.append(memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
-    if end < numel:
-        memory[end:].zero_()
+def _pack_into(memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int]) -> Tensor:
+    for start, end in zip(gaps[::2], gaps[1::2], strict=True):
+        memory[start:end].zero_()
+    places = [
+        memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset)
+        for gradient, offset in zip(gradients, offsets, strict=True)
+    ]
     compat.copy_each(places, list(gradients))
     return memory
 
 
 @torch.library.register_fake("mfsdp::pack_into", lib=library)
-def _pack_into_fake(
-    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
-) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=gradients[0].device)
+def _pack_into_fake(memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int]) -> Tensor:
+    return torch.empty_like(memory)
 
 
 @torch.library.register_fake("mfsdp::pack_gradients", lib=library)

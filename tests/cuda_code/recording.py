@@ -8,11 +8,13 @@ sees it, with the storage that each launch reads and writes.
 from __future__ import annotations
 
 import contextlib
+import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from dispatching import written
@@ -21,6 +23,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_text import Kernel, read_kernel
+
+from mfsdp_compile.backend import compile as back
+from mfsdp_compile.passes import context
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.compat import pieces as known_pieces
 
 
 @dataclass(frozen=True)
@@ -109,12 +116,21 @@ def record(
     phase: str, source: str, module: ModuleType, call: Callable[[list[Any]], Any], inputs: Sequence[Any]
 ) -> Recording:
     """Run ``call`` of a module of generated code on fake tensors. A fake mode is active."""
+    _without_memory(module)
+    return _recorded(phase, source, call, inputs)
+
+
+def _without_memory(module: ModuleType) -> None:
+    """Let a module of generated code run on tensors without memory."""
     module.__dict__.update(
         empty_strided_cuda=_empty,
         reinterpret_tensor=_reinterpret,
         assert_alignment=lambda *_: None,
         copy_if_misaligned=lambda tensor: tensor,
     )
+
+
+def _recorded(phase: str, source: str, call: Callable[[list[Any]], Any], inputs: Sequence[Any]) -> Recording:
     recorder = _Recorder(Recording(phase, source))
     with recorder:
         recorder.recording.inputs = [recorder.storage_of(value) for value in inputs]
@@ -266,4 +282,33 @@ def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: boo
     grad = contextlib.nullcontext() if trains else torch.no_grad()
     with kernels_are_recorded(), modules_are_seen(see), grad:
         compiled_with(compile_graph, model, inputs)
+    return recordings
+
+
+def recordings_of_pieces(model: Any, inputs: list[Any], compile_graph: Any) -> list[Recording]:
+    """Return the recordings of the graphs of a model that is trained in pieces: of the code that calls them."""
+    recordings: list[Recording] = []
+    compiles = back._run_in_pieces
+
+    def run_and_record(finish: Any, settings: Any, module: Any) -> Any:
+        function = compiles(finish, settings, module)
+        given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        source = "".join(linecache.getlines(function.__code__.co_filename))
+        with compat.fake_mode_of(module.graph):
+            recordings.append(_recorded(context.phase_of(module.graph).value, source, function, given))
+        return function
+
+    pieces = known_pieces._pieces
+    known = dict(pieces)
+    pieces.clear()  # those without recorded kernels
+    try:
+        with (
+            mock.patch.object(back, "_run_in_pieces", run_and_record),
+            kernels_are_recorded(),
+            modules_are_seen(lambda _, module: _without_memory(module)),
+        ):
+            compiled_with(compile_graph, model, inputs)
+    finally:
+        pieces.clear()
+        pieces.update(known)
     return recordings

@@ -49,6 +49,18 @@ def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
     assert abs(ours["bytes"] - plain["bytes"] - casts) <= 0.01 * plain["bytes"]
 
 
+@pytest.mark.parametrize(("regions", "factor"), [("auto", 1.01), (False, 1.05)])
+def test_pieces_move_what_whole_graphs_move(facts: dict[str, Any], regions: Any, factor: float) -> None:
+    """A model of three layers, with head and loss. Only whole graphs fuse across what communicates.
+
+    Besides, they copy the weight of a norm that is read again after its bucket was freed: one launch per border.
+    """
+    whole, pieces = (facts["models"][f"{inner}, regions {regions}"] for inner in ("inductor", "pieces"))
+    assert pieces["products"] == whole["products"]
+    assert pieces["bytes"] <= factor * whole["bytes"]
+    assert pieces["launches"] <= whole["launches"] + 8
+
+
 @pytest.mark.parametrize(
     ("reduction", "sent"),
     [("sums in float32", 2.0), ("gradients in int8", 1 + 4 / 128), ("gradients in int4, stochastic", 0.5 + 2 / 32)],

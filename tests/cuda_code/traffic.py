@@ -25,7 +25,7 @@ import torch
 from code_facts import GATHERS, PRODUCTS, REDUCTIONS
 from cuda_rows import RANKS, Setting, Sizes, models
 from generating import fake_ranks, on_fake_device, shard
-from recording import Event, Recording, recordings_of
+from recording import Event, Recording, recordings_of, recordings_of_pieces
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -87,7 +87,10 @@ def of_layers(layers: int, options: dict[str, Any] | None, precision: str) -> Co
             return cost(recordings_of(model, inputs, compile_fx, True))
         with fake_ranks(RANKS):
             model = shard(model, units, setting, "cuda")
-            return cost(recordings_of(model, inputs, lambda *graph: mfsdp(*graph, options=options), True))
+            compile_graph = lambda *graph: mfsdp(*graph, options=options)  # noqa: E731
+            if options.get("inner") == "pieces":
+                return cost(recordings_of_pieces(model, inputs, compile_graph))
+            return cost(recordings_of(model, inputs, compile_graph, True))
 
 
 def layer(options: dict[str, Any] | None, precision: str = "mixed") -> Cost:
@@ -179,15 +182,24 @@ def main() -> None:
             block(x, rotation).sum().backward()
         of_block = cost(recordings_of(block, [x, rotation], compile_fx, True))
     copies, by_operator = copies_of_fsdp2(make().layers[0])
+    ways = {
+        f"{inner}, regions {regions}": {"inner": inner, "regions": regions}
+        for inner in ("inductor", "pieces")
+        for regions in ("auto", False)
+    }
+    models_of_3 = {name: asdict(of_layers(3, options, "mixed")) for name, options in ways.items()}
     costs = {
         "not sharded": layer(None),
         "mfsdp compiled": layer({}),
         "mfsdp compiled, `regions` False": layer({"regions": False}),
+        "mfsdp compiled in pieces": layer({"inner": "pieces"}),
+        "mfsdp compiled in pieces, `regions` False": layer({"inner": "pieces", "regions": False}),
         "FSDP2 compiled by block": of_block + copies,
         "FSDP2's hooks alone": copies,
     }
     facts = {
         "costs": {name: asdict(each) for name, each in costs.items()},
+        "models": models_of_3,
         "hooks": by_operator,
         "flops": flops.get_total_flops(),
         "reductions": {

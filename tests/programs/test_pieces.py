@@ -49,7 +49,14 @@ class Attention(zoo.Plain):
 
     def trunk(self, x: Tensor) -> Tensor:
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
-        q = x.detach().repeat(1, 16).view(1, -1, 1, 8).expand(1, -1, 16, 8).reshape(1, 1, -1, 8)[:, :, :128].expand(1, 2, 128, 8)
+        q = (
+            x.detach()
+            .repeat(1, 16)
+            .view(1, -1, 1, 8)
+            .expand(1, -1, 16, 8)
+            .reshape(1, 1, -1, 8)[:, :, :128]
+            .expand(1, 2, 128, 8)
+        )
         found = flex_attention(q, q, q, block_mask=mask, score_mod=lambda score, b, h, q, k: score - (q - k))
         y = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
         return super().trunk(y) + found.mean()
