@@ -41,7 +41,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     earlier = _Borders(graph).rise()
     later = _Borders(graph).sink()
     again = _Borders(graph).copy()
-    told = f"{later} values are computed later, where they are read first; {earlier} earlier, {again} again"
+    told = f"computed later, where they are read first: {later} values; earlier: {earlier}; again: {again}"
     return Report("borders", [told])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from torch import Tensor, fx
 
 from mfsdp_compile import backend, passes, progress, runtime
 from mfsdp_compile.passes import loss_chunks, pipeline, roles
-from mfsdp_compile.passes.context import Context, NodeKind, Role, phase_of, region_of, set_phase, set_role
+from mfsdp_compile.passes.context import Context, NodeKind, Report, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.solver.across_ranks import AgreedOtherwise
 from mfsdp_compile.passes.solver.reasons import BudgetError
@@ -406,28 +407,37 @@ def _compile_inner(
             patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if in_pieces:
-        return compat.compile_around(gm, inputs, patches, functools.partial(_run_in_pieces, finish_all, settings))
+        run = functools.partial(_run_in_pieces, finish_all, settings, record)
+        return compat.compile_around(gm, inputs, patches, run)
     if record is not None:
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
 
 
 def _run_in_pieces(
-    finish: Callable[[fx.GraphModule], None], settings: dict[str, Any], module: fx.GraphModule
+    finish: Callable[[fx.GraphModule], None],
+    settings: dict[str, Any],
+    record: pipeline.CompileRecord | None,
+    module: fx.GraphModule,
 ) -> Callable[[list[Any]], Any]:
     """Finish a graph, and compile its pieces.
 
     Args:
         settings: Settings of Inductor.
+        record: Gets a report of them, if there is one.
     """
     finish(module)
+    begun, phase = time.perf_counter(), phase_of(module.graph)
 
     def prepared(piece: Piece) -> compat.CompiledPiece:
         return compat.prepare_piece(piece.module, piece.inputs, settings)
 
     program = cut(module, prepared)
     compat.report_strides(module.graph)
-    compile_together(program.pieces(), f"Inductor, {phase_of(module.graph).value}")
+    compile_together(program.pieces(), f"Inductor, {phase.value}")
+    if record is not None:
+        told = Report("pieces", program.described(), time.perf_counter() - begun)
+        record.reports.setdefault(phase, []).append(told)
     return program.function()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.passes import roles
+from mfsdp_compile.report.numbers import bytes_text
 from mfsdp_compile.runtime import compat
 
 Runner = Callable[[list[Any]], Any]
@@ -61,10 +62,29 @@ class Program:
 
     def pieces(self) -> list[compat.CompiledPiece]:
         """Return the distinct pieces of this graph and of those that it calls, in the order of their first calls."""
-        found: dict[compat.CompiledPiece, None] = {}
-        for callee in (step.callee for step in self._steps if isinstance(step, Call)):
-            found |= dict.fromkeys(callee.pieces() if isinstance(callee, Program) else [callee])
-        return list(found)
+        callees = (call.callee for call in self._calls())
+        return list(dict.fromkeys(callee for callee in callees if isinstance(callee, compat.CompiledPiece)))
+
+    def described(self) -> list[str]:
+        """Return a line about all pieces, and one about each: how often it is called, and what a call takes."""
+        of_piece: dict[compat.CompiledPiece, list[Call]] = {}
+        for call in self._calls():
+            if isinstance(call.callee, compat.CompiledPiece):
+                of_piece.setdefault(call.callee, []).append(call)
+        lines = [f"{len(of_piece)} distinct pieces in {sum(map(len, of_piece.values()))} calls"]
+        for number, (piece, calls) in enumerate(of_piece.items(), 1):
+            times = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
+            moved = f"takes {bytes_text(_size(calls[0].takes))} and returns {bytes_text(_size(calls[0].returns))}"
+            lines.append(f"piece {number}: {times} of {piece.operators} operators; each {moved}")
+        return lines
+
+    def _calls(self) -> list[Call]:
+        """Return the calls of this graph and of those that it calls, in order."""
+        found: list[Call] = []
+        for step in self._steps:
+            if isinstance(step, Call):
+                found += step.callee._calls() if isinstance(step.callee, Program) else [step]
+        return found
 
     def function(self) -> Runner:
         """Return a function that runs the steps. All pieces must have been compiled."""
@@ -154,6 +174,12 @@ class Program:
         while name in self._taken:
             name += "_"
         return name
+
+
+def _size(nodes: Sequence[Any]) -> int:
+    """Return the bytes of nodes' values."""
+    values = [node.meta.get("val") for node in nodes if isinstance(node, fx.Node)]
+    return sum(int(compat.concrete(v.numel())) * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
 def _runner(callee: compat.CompiledPiece | Program) -> Runner:

@@ -62,6 +62,7 @@ class CompiledPiece:
     Args:
         key: Its key in Inductor's cache, in memory and on the disk; None: it cannot be cached.
         strides: Strides of what it returns; None for what is no tensor.
+        operators: Number of its operators.
         compiles: Compiles it, or loads it from the disk.
 
     Attributes:
@@ -70,6 +71,7 @@ class CompiledPiece:
 
     key: str | None
     strides: tuple[Any, ...]
+    operators: int
     compiles: Callable[[], Callable[[list[Any]], Any]] | None
     run: Callable[[list[Any]], Any] | None = None
 
@@ -135,7 +137,8 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = [i for i, its in enumerate(strides) if its is not None]
     output.meta["original_output_strides"] = list(strides)
-    piece = CompiledPiece(key, strides, compiles)
+    operators = sum(node.op == "call_function" for node in module.graph.nodes)
+    piece = CompiledPiece(key, strides, operators, compiles)
     if key is not None:
         _pieces[key] = piece
     return piece

@@ -290,8 +290,8 @@ def recordings_of_pieces(model: Any, inputs: list[Any], compile_graph: Any) -> l
     recordings: list[Recording] = []
     compiles = back._run_in_pieces
 
-    def run_and_record(finish: Any, settings: Any, module: Any) -> Any:
-        function = compiles(finish, settings, module)
+    def run_and_record(finish: Any, settings: Any, record: Any, module: Any) -> Any:
+        function = compiles(finish, settings, record, module)
         given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         source = "".join(linecache.getlines(function.__code__.co_filename))
         with compat.fake_mode_of(module.graph):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import traceback
 import weakref
@@ -27,6 +28,7 @@ from mfsdp_compile.backend.shared_compiles import Claims, compile_together
 from mfsdp_compile.backend.straight_line import Call, Program
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import pieces as known_pieces
+from mfsdp_compile.runtime.schedule.phase import Phase
 
 PIECES = "pieces"
 
@@ -106,13 +108,19 @@ def pieces_of(layers: int, evaluates: bool = False, **options: Any) -> int:
     """Return how many pieces a model adds to those that are known."""
     torch._dynamo.reset()
     before = len(known_pieces._pieces)
-    _, call = parity.shard(parity.build(lambda: zoo.Plain(layers=layers)), PIECES, **options)
+    model, call = parity.shard(parity.build(lambda: zoo.Plain(layers=layers)), PIECES, **options)
     loss = call(torch.ones(3, 8))
     loss.backward()
     torch.testing.assert_close(loss, parity.build(lambda: zoo.Plain(layers=layers))(torch.ones(3, 8)))
     if evaluates:
         with torch.no_grad():
             call(torch.ones(3, 8))
+    (*_, record) = model.sharded.compiled_graphs
+    for phase in (Phase.FORWARD, Phase.BACKWARD) if not evaluates else ():
+        told = record.reports[phase][-1].lines
+        calls = sum(int(re.search(r": (\d+) call", line)[1]) for line in told[1:])  # type: ignore[index]
+        assert told[0] == f"{len(told) - 1} distinct pieces in {calls} calls"
+        assert calls >= layers  # each layer is a piece
     return len(known_pieces._pieces) - before
 
 
@@ -214,7 +222,7 @@ def test_values_are_freed_after_their_last_use() -> None:
         assert not any(each() is not None for each in alive)
         return found, 0
 
-    piece = compat.CompiledPiece(None, (), None, run)
+    piece = compat.CompiledPiece(None, (), 1, None, run)
     program = Program(graph, [sine, Call(piece, [sine, *both.args[0][1:]], [both, None], ())])
     found, nothing = program.function()([torch.zeros(2), torch.ones(3)])
     assert (found.tolist(), nothing) == ([0, 0, 1, 1, 1], None)
@@ -266,7 +274,7 @@ def test_claims_of_ranks_that_do_not_compile() -> None:
         raise ValueError("not for this machine")
 
     ran: list[str] = []
-    piece = compat.CompiledPiece(key, (), fails if not other else lambda: ran.append("") or list)  # type: ignore[func-returns-value]
+    piece = compat.CompiledPiece(key, (), 1, fails if not other else lambda: ran.append("") or list)  # type: ignore[func-returns-value]
     with mock.patch.object(Claims, "of_this_rank", return_value=claims):
         if not other:
             with pytest.raises(ValueError, match="not for this machine"):
