@@ -306,7 +306,7 @@ class _Borders:
             return known[node]
         leaves: set[fx.Node] = set()
         for given in node.all_input_nodes:
-            if given in self.free and SMALL * _bytes(given) <= _bytes(node) and self._kept([given], at) is None:
+            if given in self.free and self._is_copied(given, node, at):
                 leaves.add(given)
                 continue
             for source in self._sources(given) if given in self.free else [given]:
@@ -315,6 +315,11 @@ class _Borders:
         is_better = moved <= 2 * _bytes(node) and sum(map(_bytes, leaves - read)) <= _bytes(node)
         known[node] = leaves if is_better else {node}
         return known[node]
+
+    def _is_copied(self, view: fx.Node, node: fx.Node, at: int) -> bool:
+        """Whether a copy of a view is made so that ``node`` can be computed again: its memory is freed before."""
+        is_small = SMALL * _bytes(view) <= _bytes(node)
+        return is_small and self._root(view) not in self.written and self._kept([view], at) is None
 
     def _is_in_memory(self, node: fx.Node) -> bool:
         """Whether a value is written to memory in any case."""

@@ -342,8 +342,9 @@ def _take_buffers(piece: Piece) -> None:
 def _pack_where_computed(graph: fx.Graph) -> None:
     """Let each stretch write the gradients that it computes to the bucket, if several compute those of a bucket.
 
-    Otherwise the last one would copy what others have computed. Buckets in communication buffers stay as they are: it
-    is not known that a buffer is free before the bucket is packed.
+    Otherwise the last one would copy what others have computed. The bucket then exists from its first gradient on.
+    Buckets in communication buffers stay as they are: it is not known that a buffer is free before the bucket is
+    packed.
     """
     divided, done = divide(graph), list[fx.Node]()
     for pack in graph.find_nodes(op="call_function", target=PACK):
