@@ -100,9 +100,9 @@ class _Borders:
         self.written: set[fx.Node] = set()
         for node, position in self.position.items():
             for source in roles.tensor_inputs(node):
-                self.last[self._root(source)] = position
+                self.last[self._memory_of(source)] = position
             if _writes(node):
-                self.written.update(map(self._root, roles.tensor_inputs(node)))
+                self.written.update(map(self._memory_of, roles.tensor_inputs(node)))
         self._copies: dict[fx.Node, fx.Node] = {}
         self._calls_before: dict[Stretch, int] = {}
         calls = 0
@@ -112,7 +112,7 @@ class _Borders:
             else:
                 calls += roles.is_region_call(item)
 
-    def _root(self, node: fx.Node) -> fx.Node:
+    def _memory_of(self, node: fx.Node) -> fx.Node:
         """Return the node whose memory a node is in."""
         while roles.is_view(node) or (node.target is operator.getitem and node not in self.stretch_of):
             node = roles.tensor_inputs(node)[0]
@@ -142,7 +142,7 @@ class _Borders:
         None: they cannot be. They are written to before, are in a communication buffer, or are a whole bucket.
         """
         kept = 0.0
-        for root in dict.fromkeys(map(self._root, sources)):
+        for root in dict.fromkeys(map(self._memory_of, sources)):
             if root in self.written:
                 return None
             if self.last[root] >= until:
@@ -319,7 +319,7 @@ class _Borders:
     def _is_copied(self, view: fx.Node, node: fx.Node, at: int) -> bool:
         """Whether a copy of a view is made so that ``node`` can be computed again: its memory is freed before."""
         is_small = SMALL * _bytes(view) <= _bytes(node)
-        return is_small and self._root(view) not in self.written and self._kept([view], at) is None
+        return is_small and self._memory_of(view) not in self.written and self._kept([view], at) is None
 
     def _is_in_memory(self, node: fx.Node) -> bool:
         """Whether a value is written to memory in any case."""
@@ -356,7 +356,7 @@ class _Borders:
             self.stretch_of[again] = self.stretch_of[first]
             self.last[again] = self.position[self.stretch_of[first].nodes[-1]]
         for source in roles.tensor_inputs(again):
-            root = self._root(source)
+            root = self._memory_of(source)
             self.last[root] = max(self.last.get(root, 0), self.position[first])
         return again
 

@@ -90,20 +90,24 @@ def _pack_gradients(
     if capacity:
         operator = torch.ops.mfsdp.gradient_buffer.default
         memory = compat.inductor_memory(operator, capacity, count, numel, dtype, device)
-    bucket, end = compat.InductorBucket(device, dtype, numel, memory), 0
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        bucket.fill(0, end, offset)
-        bucket.store(gradient, offset)
-        end = offset + bucket.numel(gradient)
-    bucket.fill(0, end, numel)
-    return bucket.finish()
+    return _fill(compat.InductorBucket(device, dtype, numel, memory), gradients, offsets, numel)
 
 
-def _pack_into(memory: Any, gradients: Sequence[Any], offsets: Sequence[int], gaps: Sequence[int]) -> Any:
+def _pack_into(memory: Any, gradients: Sequence[Any], offsets: Sequence[int], gaps: Sequence[int] | None = None) -> Any:
     (numel,) = memory.get_size()
     bucket = compat.InductorBucket(memory.get_device(), memory.get_dtype(), int(numel), memory)
-    for start, end in zip(gaps[::2], gaps[1::2], strict=True):
-        bucket.fill(0, start, end)
+    return _fill(bucket, gradients, offsets, int(numel), gaps)
+
+
+def _fill(
+    bucket: Any, gradients: Sequence[Any], offsets: Sequence[int], numel: int, gaps: Sequence[int] | None = None
+) -> Any:
+    zeros, end = list(gaps or ()), 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         bucket.store(gradient, offset)
+        zeros += [end, offset] if gaps is None else []
+        end = offset + bucket.numel(gradient)
+    zeros += [end, numel] if gaps is None else []
+    for start, stop in zip(zeros[::2], zeros[1::2], strict=True):
+        bucket.fill(0, start, stop)
     return bucket.finish()

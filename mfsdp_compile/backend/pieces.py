@@ -38,7 +38,6 @@ from torch import Tensor, fx
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.stretches import PACK, CannotCut, Stretch, communicates_inside, divide, graphs_of
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.collectives.reduce import gaps_between
 
 from .straight_line import Call, Program, Step
 
@@ -331,8 +330,7 @@ def _take_buffers(piece: Piece) -> None:
         with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
             buffer = graph.placeholder(f"memory_{len(memory)}")
         buffer.meta["val"] = value
-        gaps = gaps_between([_value(gradient) for gradient in gradients], offsets, numel)
-        node.target, node.args = _PACK_INTO, (buffer, gradients, offsets, gaps)
+        node.target, node.args = _PACK_INTO, (buffer, gradients, offsets)
         piece.inputs.append(value)
         memory.append((capacity, count, numel, dtype, value.device))
     piece.memory = tuple(memory)
@@ -376,7 +374,7 @@ def _pack_where_computed(graph: fx.Graph) -> None:
                 )
             memory.meta["val"] = value
         left = [number for number in range(len(gradients)) if not any(number in part for part in parts.values())]
-        gaps = gaps_between([_value(gradient) for gradient in gradients], offsets, numel)
+        gaps = _gaps(gradients, offsets, numel)
         if left or gaps:
             pack.target = _PACK_INTO
             pack.args = (memory, [gradients[number] for number in left], [offsets[number] for number in left], gaps)
@@ -386,6 +384,13 @@ def _pack_where_computed(graph: fx.Graph) -> None:
     for pack in done:
         graph.erase_node(pack)
     graph.lint()
+
+
+def _gaps(gradients: Sequence[fx.Node], offsets: Sequence[int], numel: int) -> list[int]:
+    """Return where a bucket has no gradients: the start and the end of each gap, in a row."""
+    ends = [0, *(offset + _value(gradient).numel() for gradient, offset in zip(gradients, offsets, strict=True))]
+    between = zip(ends, [*offsets, numel], strict=True)
+    return [place for start, stop in between if start < stop for place in (start, stop)]
 
 
 def _copy_views(node: fx.Node, after: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -49,8 +49,8 @@
     Memory for gradients: a communication buffer, or new if ``capacity`` is 0. Only Inductor's code of
     ``pack_gradients`` has it, and :mod:`mfsdp_compile.backend.pieces`.
 ``pack_into(memory, gradients, offsets, gaps)``
-    Some or all gradients of a bucket at their offsets in memory that there is, and zeros from each even element of
-    ``gaps`` to the next. It returns the memory.
+    Gradients at their offsets in memory that there is, and zeros in the gaps: those between the gradients, or from each
+    even element of ``gaps`` to the next. It returns the memory.
 ``reduce_if_due(gradient, token, ...)``
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
@@ -117,7 +117,7 @@ library.define(
     "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> "
     "Tensor"
 )
-library.define("pack_into(Tensor memory, Tensor[] gradients, int[] offsets, int[] gaps) -> Tensor")
+library.define("pack_into(Tensor memory, Tensor[] gradients, int[] offsets, int[]? gaps=None) -> Tensor")
 library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
 library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "

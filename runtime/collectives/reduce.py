@@ -173,33 +173,31 @@ def _pack_gradients(
         flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
     else:
         flat = torch.empty(numel, dtype=dtype, device=device)
-    return _pack_into(flat, gradients, offsets, gaps_between(gradients, offsets, numel))
-
-
-def gaps_between(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int) -> list[int]:
-    """Return where a bucket has no gradients: the start and the end of each gap, in a row."""
-    gaps, end = [], 0
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        if offset > end:
-            gaps += [end, offset]
-        end = offset + gradient.numel()
-    return [*gaps, end, numel] if end < numel else gaps
+    return _pack_into(flat, gradients, offsets)
 
 
 @torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")
-def _pack_into(memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int]) -> Tensor:
-    for start, end in zip(gaps[::2], gaps[1::2], strict=True):
-        memory[start:end].zero_()
-    places = [
-        memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset)
-        for gradient, offset in zip(gradients, offsets, strict=True)
-    ]
+def _pack_into(
+    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int] | None = None
+) -> Tensor:
+    places, zeros, end = [], list(gaps or ()), 0
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        if gaps is None and offset > end:
+            zeros += [end, offset]
+        end = offset + gradient.numel()
+        places.append(memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
+    if gaps is None and end < memory.numel():
+        zeros += [end, memory.numel()]
+    for start, stop in zip(zeros[::2], zeros[1::2], strict=True):
+        memory[start:stop].zero_()
     compat.copy_each(places, list(gradients))
     return memory
 
 
 @torch.library.register_fake("mfsdp::pack_into", lib=library)
-def _pack_into_fake(memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int]) -> Tensor:
+def _pack_into_fake(
+    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int] | None = None
+) -> Tensor:
     return torch.empty_like(memory)
 
 
