@@ -136,7 +136,7 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            with _in_step(save.group), watchdog.explaining(_SAVE):
+            with _in_step(save.group), watchdog.failed_waits.explaining(_SAVE):
                 dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except (CheckpointException, RuntimeError) as error:
             failed, mine = save.failed(error), getattr(error, "failures", {}).get(dist.get_rank(save.group))
@@ -171,7 +171,7 @@ class Checkpoints:
             error = written.exception()
             try:
                 if isinstance(error, RuntimeError):
-                    watchdog.explain(error, _SAVE)
+                    watchdog.failed_waits.explain(error, _SAVE)
             except RuntimeError as explained:
                 error = explained
             try:
@@ -257,7 +257,9 @@ class Checkpoints:
                 )
         group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
         with contextlib.ExitStack() as until_done, _in_step(group):
-            until_done.enter_context(watchdog.guarding(group, compat.timeout_of(sharded.everyone).total_seconds()))
+            until_done.enter_context(
+                watchdog.failed_waits.guarding(group, compat.timeout_of(sharded.everyone).total_seconds())
+            )
             return self._prepared(operator.index(step), sharded, optimizer, state, group, until_done)
 
     def _prepared(
@@ -284,7 +286,7 @@ class Checkpoints:
             except Exception as error:  # the other ranks wait for it
                 lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
-        with watchdog.explaining(_SAVE):
+        with watchdog.failed_waits.explaining(_SAVE):
             dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, refusal = chosen[0]
         if refusal is not None:
@@ -378,7 +380,7 @@ def _in_step(group: dist.ProcessGroup) -> Iterator[None]:
         raise
     except BaseException as error:
         if has_others(group):
-            watchdog.abandon(group, error)
+            watchdog.failed_waits.abandon(group, error)
         raise
 
 

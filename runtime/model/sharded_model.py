@@ -311,7 +311,7 @@ class ShardedModel:
         if self.coordinator.failure is None:
             self.coordinator.fail(error)
             journal.write(f"{self.coordinator.failure}: {error}")
-        watchdog.explain_nccl(error)
+        watchdog.failed_waits.explain_nccl(error)
 
     # -- code that Dynamo has compiled --------------------------------------------------------------------------------
 

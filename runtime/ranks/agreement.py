@@ -245,7 +245,7 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
-    with watchdog.explaining(f"a comparison of {what}"):
+    with watchdog.failed_waits.explaining(f"a comparison of {what}"):
         dist.all_gather_object(found, value, group=group)
     return found
 

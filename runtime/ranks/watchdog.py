@@ -39,7 +39,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
@@ -47,8 +46,8 @@ import torch.distributed as dist
 from .. import compat
 from ..program_lines import is_in_package, program_line
 from . import notices
-from .collective_order import AFTER_ABORT, KEPT, Order, orders
-from .failed_waits import Guarded, why_failed
+from .collective_order import Order, orders
+from .failed_waits import FailedWaits
 from .journal import journal, on_uncaught_exceptions
 from .lifeline import Lifeline
 from .notices import Notice, collectives_started, conclude_once, found, found_of_another, key_of
@@ -101,7 +100,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._models: list[weakref.ref[Watched]] = []
         self._waits = Waits()
-        self._outstanding = Outstanding()  # of compiled graphs
+        self.failed_waits = FailedWaits(self._live)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = threading.Lock()  # held while connections are closed, or made again
@@ -110,13 +109,11 @@ class Watchdog:
         self._seen: dict[Order, tuple[int, int]] = {}
         self._moved: dict[Order, float] = {}  # when each was last seen to have begun something
         self._due, self._pause = 0.0, TICK
-        self._explained: set[str] = set()
         self._rests: dict[Order, tuple[str, int] | None] = {}
         self._places = Places()
         self._lifeline = Lifeline(lambda: self._places.said(_thread(self._live())))
         self._joined: dist.Store | None = None
         self._ends = threading.Event()
-        self._guarded: list[Guarded] = []
 
     # -- the program's threads ----------------------------------------------------------------------------------------
 
@@ -137,8 +134,8 @@ class Watchdog:
                 )
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
-                compat.on_failed_waits(self.explain)
-                on_uncaught_exceptions(self._uncaught)
+                compat.on_failed_waits(self.failed_waits.explain)
+                on_uncaught_exceptions(self.failed_waits.uncaught)
                 self._thread.start()
                 atexit.register(self.end)
 
@@ -171,7 +168,7 @@ class Watchdog:
         """Stop watching a model before it gets new process groups, which must not be closed."""
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
-        self._outstanding.settle()
+        self.failed_waits.outstanding.settle()
 
     def reconnect(self, group: dist.ProcessGroup) -> bool:
         """Connect a process group again that was closed, and watch its models. Called on all its ranks.
@@ -182,7 +179,7 @@ class Watchdog:
         with self._closing:  # else the thread could close the new connections for a finding of before
             if not compat.reconnect(group):
                 return False
-            self._explained.discard(group.group_name)
+            self.failed_waits.forget(group.group_name)
             if (order := orders().get(group.group_name)) is not None:
                 order.revive()
             return True
@@ -194,26 +191,6 @@ class Watchdog:
         with self._waits.asking(asked):
             yield
 
-    @contextlib.contextmanager
-    def guarding(self, group: dist.ProcessGroup, patience: float) -> Iterator[None]:
-        """Context in which waits in a process group end if a rank's process does not answer for ``patience`` seconds.
-
-        For waits that may take longer than that while all processes run, such as for a slow disk.
-        """
-        guarded = Guarded(group, patience)
-        self._guarded.append(guarded)
-        try:
-            yield
-        finally:
-            self._guarded.remove(guarded)
-
-    def abandon(self, group: dist.ProcessGroup, error: BaseException) -> None:
-        """Leave a guarded group in which ranks wait for this one: publish why, and end all waits in it."""
-        with contextlib.suppress(RuntimeError, OSError):  # the store's process is gone
-            told = f"Rank {dist.get_rank()} had failed with {type(error).__name__}: {error}"[:1000]
-            conclude_once(compat.default_store(), key_of(group.group_name, "abandoned"), {"text": told})
-            compat.break_connections(group)
-
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
@@ -222,67 +199,6 @@ class Watchdog:
     def forget_failure(self, store: dist.Store, group: str) -> None:
         for key in (key_of(group, "failed"), notices.key_of_end(group, dist.get_rank())):
             store.set(key, "null")
-
-    def explain(self, error: RuntimeError, what: str | None = None) -> None:
-        """Raise an error that says more than the one with which a wait for a collective has ended.
-
-        Other ranks may have ended the wait before the thread of this one has looked.
-
-        Args:
-            what: What the collective belongs to. None: what the journal says.
-        """
-        live = self._live()
-        trained = main_order(live)
-        if trained is None:
-            return
-        self._outstanding.add_of_graphs(sys._getframe(1))
-        for order in live:
-            if order.stalled is None and dist.is_initialized():
-                with contextlib.suppress(RuntimeError):  # the store's process is gone
-                    store = compat.default_store()
-                    if (over := found(store, key_of(order.group, "over"))) and over["epoch"] == order.epoch:
-                        order.stall(over["text"])
-            if order.stalled is not None and order.group not in self._explained:
-                self._explained.add(order.group)
-                raise order.standstill(error) from None
-        if any(order.stalled is not None for order in live):
-            return
-        what = what or journal.doing() or trained.latest
-        raise RuntimeError(
-            f"A collective failed on rank {dist.get_rank()}, in {what}, {trained.progress}. "
-            f"{why_failed(live, self._guarded, error)} {AFTER_ABORT if trained.runs_on_nccl else KEPT} where all ranks "
-            f"live. The backend's error: {error}"
-        ) from None
-
-    def explain_nccl(self, error: BaseException) -> None:
-        """Do the same for an error of NCCL's, which compiled code and the eager path get where they start something."""
-        if isinstance(error, RuntimeError) and compat.is_of_nccl(error):
-            self.explain(error)
-
-    @contextlib.contextmanager
-    def explaining(self, what: str) -> Iterator[None]:
-        """Context for collectives of ``torch.distributed``; see :meth:`explain`."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not error.__suppress_context__:  # it was not explained yet, where it was raised
-                self.explain(error, what)
-            raise
-
-    def _uncaught(self, error: BaseException, trace: TracebackType | None) -> RuntimeError | None:
-        """Return an error that says more than one of a collective of the program itself that ends the program."""
-        if not (isinstance(error, RuntimeError) and compat.is_of_gloo(error) and dist.is_initialized()):
-            return None
-        live = self._live()
-        order = main_order(live)
-        if order is None:
-            return None
-        if order.stalled is not None:
-            return order.standstill(error).with_traceback(trace)
-        return RuntimeError(
-            f"A collective of the program itself failed on rank {dist.get_rank()}, {order.progress}: "
-            f"{why_failed(live, self._guarded, error)} The backend's error: {error}"
-        ).with_traceback(trace)
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -306,7 +222,7 @@ class Watchdog:
             return
         self._places.note(_threads(self._live()))
         self._waits.take_back(self._connection())
-        for guarded in list(self._guarded):
+        for guarded in list(self.failed_waits.guarded):
             guarded.look(self._connection())
         asked, live = self._waits.longer_than(TICK), self._live()
         self._look_for_lost(asked)

@@ -262,7 +262,7 @@ class GradSync:
                 result = self._coordinator.maxima(group, what, mine)
             else:
                 flags = torch.tensor(mine, dtype=torch.uint8)
-                with watchdog.explaining(what):  # in a backward, nothing else catches an error of NCCL's
+                with watchdog.failed_waits.explaining(what):  # in a backward, nothing else catches an error of NCCL's
                     result = group.all_reduce(compat.to_backend(flags, group.name), "max", in_order=False).tolist()
             for i in positions:
                 count = len(found[i])
