@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
@@ -33,6 +33,8 @@ from .stretches import Stretch, divide
 SMALL = 16
 """How many times larger a value is than a part of a whole bucket that is copied, so that the value can be computed
 after the bucket was freed."""
+DEPTH = 32
+"""How many elementwise operators in a row are computed again at most."""
 AT_MOST = 2
 """How many times more memory may cross the next border so that values are computed behind it."""
 
@@ -48,10 +50,10 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def _bytes(node: fx.Node) -> float:
     """Return the size of a value: infinite, if it depends on symbols."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return 0
-    is_known = all(isinstance(size, int) for size in value.shape)
-    return value.numel() * value.element_size() if is_known else math.inf
+    tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
+    if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return math.inf
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -61,8 +63,6 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _is_fused(node: fx.Node) -> bool:
     """Whether a node is elementwise or sums up, and gives the same whenever it is computed."""
-    if node.target is operator.getitem:
-        return _is_fused(node.args[0])  # type: ignore[arg-type]
     return _is_elementwise(node) or _has_tag(node, torch.Tag.reduction)
 
 
@@ -114,40 +114,70 @@ class _Borders:
 
     def _memory_of(self, node: fx.Node) -> fx.Node:
         """Return the node whose memory a node is in."""
-        while roles.is_view(node) or (node.target is operator.getitem and node not in self.stretch_of):
+        while roles.is_view(node) or node.target is torch.ops.aten._unsafe_view.default:
             node = roles.tensor_inputs(node)[0]
         return node
 
-    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield what reads a node, itself or a view of it."""
-        for user in node.users:
-            if user in self.free:
-                yield from self._readers(user)
-            else:
-                yield user
+    def _is_written(self, root: fx.Node) -> bool:
+        while root.target is torch.ops._c10d_functional.wait_tensor.default:  # which returns what it is given
+            root = self._memory_of(root.all_input_nodes[0])
+        return root in self.written
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        """Return what reads a node: itself, a view of it, or an element of what it returns."""
+        found: dict[fx.Node, None] = {}
+        seen, pending = {node}, [node]
+        while pending:
+            for user in pending.pop().users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                if user in self.free or user.target is operator.getitem:
+                    pending.append(user)
+                else:
+                    found[user] = None
+        return list(found)
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors that a node reads, behind views and numbers."""
         found: dict[fx.Node, None] = {}
-        for source in node.all_input_nodes:
-            if source in self.free:
-                found |= dict.fromkeys(self._sources(source))
-            elif not isinstance(source.meta.get("val"), roles.NUMBERS) and roles.nested_graph(source) is None:
-                found[source] = None
+        for source in [*self._free_before(node), node]:
+            for given in source.all_input_nodes:
+                is_number = isinstance(given.meta.get("val"), roles.NUMBERS)
+                if given not in self.free and not is_number and roles.nested_graph(given) is None:
+                    found[given] = None
         return list(found)
 
-    def _kept(self, sources: Iterable[fx.Node], until: int) -> float | None:
-        """Return the bytes that are kept for longer if ``sources`` are read at a position.
+    def _free_before(self, node: fx.Node) -> list[fx.Node]:
+        """Return the views and numbers that a node reads, in order."""
+        found: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source in self.free and source not in found:
+                    found.add(source)
+                    pending.append(source)
+        return sorted(found, key=self.position.__getitem__)
+
+    def _kept(self, until: Mapping[fx.Node, int]) -> float | None:
+        """Return the bytes that are kept for longer if values are read until a position.
 
         None: they cannot be. They are written to before, are in a communication buffer, or are a whole bucket.
         """
+        last: dict[fx.Node, int] = {}
+        for source, position in until.items():
+            root = self._memory_of(source)
+            last[root] = max(last.get(root, 0), position)
         kept = 0.0
-        for root in dict.fromkeys(map(self._memory_of, sources)):
-            if root in self.written:
+        for root, position in last.items():
+            if self._is_written(root):
                 return None
-            if self.last[root] >= until:
+            if self.last[root] >= position:
                 continue
-            if root not in self.stretch_of and (root.op != "placeholder" or role_of(root) is not None):
+            is_output_of_region = root.target is operator.getitem and roles.is_region_call(root.args[0])  # type: ignore[arg-type]
+            if role_of(root) is not None or not (
+                root in self.stretch_of or root.op == "placeholder" or is_output_of_region
+            ):
                 return None
             kept += _bytes(root)
         return kept
@@ -162,32 +192,26 @@ class _Borders:
         moved = 0
         for stretch in self.stretches:
             for node in stretch.nodes:
-                sources = self._sources(node)
+                sources, free = self._sources(node), self._free_before(node)
+                numbers = [each for value in (*free, node) for each in value.all_input_nodes if each not in self.free]
                 if (
                     not _is_elementwise(node)
                     or any(reader.op != "output" for reader in self._readers(node))
                     or not all(source in self.stretch_of for source in sources)
+                    or not all(each in sources or each.op == "placeholder" for each in numbers)
                 ):
                     continue
                 there = max((self.stretch_of[source] for source in sources), key=self.number.__getitem__, default=None)
                 if there is None or there is stretch or _bytes(node) > sum(map(_bytes, sources)):
                     continue
                 last = end = there.nodes[-1]
-                for free in self._free_before(node):
-                    if self.position[free] > self.position[end]:
-                        last.append(free)
-                        last = free
+                for each in free:
+                    if self.position[each] > self.position[end]:
+                        last.append(each)
+                        last = each
                 last.append(node)
                 moved += 1
         return moved
-
-    def _free_before(self, node: fx.Node) -> list[fx.Node]:
-        """Return the views and numbers that a node reads, in order."""
-        found: dict[fx.Node, None] = {}
-        for source in node.all_input_nodes:
-            if source in self.free:
-                found |= dict.fromkeys([*self._free_before(source), source])
-        return list(found)
 
     # -- later --------------------------------------------------------------------------------------------------------
 
@@ -209,11 +233,12 @@ class _Borders:
         for node, there in targets.items():
             moved.setdefault(there, set()).add(node)
         for there, nodes in moved.items():
-            first = next(node for node in there.nodes if node not in targets)  # one of their readers stays
+            first = next(node for node in there.nodes if _computing(node) not in targets)  # one of their readers stays
             pending = list(nodes)
-            while pending:  # views of what has moved follow it
+            while pending:  # views and elements of what has moved follow it
                 for user in pending.pop().users:
-                    if user in self.free and user not in nodes and self.position[user] < self.position[first]:
+                    follows = user in self.free or user.target is operator.getitem
+                    if follows and user not in nodes and self.position[user] < self.position[first]:
                         nodes.add(user)
                         pending.append(user)
             for node in sorted(nodes, key=self.position.__getitem__):
@@ -242,7 +267,7 @@ class _Borders:
                 node = pending.pop()
                 if node in left:
                     group[node] = left.pop(node)
-                    pending += [*self._readers(node), *self._sources(node)]
+                    pending += [*self._readers(node), *map(_computing, self._sources(node))]
             groups.append(group)
         return groups
 
@@ -252,10 +277,13 @@ class _Borders:
         Args:
             part: The values, connected, with the stretch that each moves to.
         """
-        first = min(part.values(), key=self.number.__getitem__)
-        at = self.position[first.nodes[0]]
-        kept = self._kept((source for node in part for source in self._sources(node) if source not in part), at)
-        if kept is None:
+        until: dict[fx.Node, int] = {}
+        for node, there in part.items():
+            for source in self._sources(node):
+                if _computing(source) not in part:
+                    until[source] = max(until.get(source, 0), self.position[there.nodes[0]])
+        kept = self._kept(until)
+        if kept is None or kept == math.inf:
             return False
         read = [node for node in part if any(reader not in part for reader in self._readers(node))]
         freed = sum(_bytes(node) for node in read if all(reader.op != "output" for reader in self._readers(node)))
@@ -274,10 +302,10 @@ class _Borders:
             read = {source for node in stretch.nodes for source in self._sources(node)} - set(stretch.nodes)
             made: dict[fx.Node, fx.Node] = {}
             for value in sorted(read, key=self.position.__getitem__):
-                leaves = self._leaves(value, read, at, {})
+                leaves = self._leaves(value, read, at, {}, DEPTH)
                 if value in leaves:
                     continue
-                kept = self._kept([leaf for leaf in leaves if leaf not in self.free], at)
+                kept = self._kept({leaf: at for leaf in leaves if leaf not in self.free})
                 is_kept_itself = any(reader.op == "output" for reader in self._readers(value))
                 if kept is None or kept > (0 if is_kept_itself else _bytes(value)):
                     continue
@@ -292,7 +320,9 @@ class _Borders:
                 self.graph.erase_node(node)
         return copied
 
-    def _leaves(self, node: fx.Node, read: set[fx.Node], at: int, known: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    def _leaves(
+        self, node: fx.Node, read: set[fx.Node], at: int, known: dict[fx.Node, set[fx.Node]], depth: int
+    ) -> set[fx.Node]:
         """Return what a value is best computed from again at a position: itself, if it is best read.
 
         Views among them are of memory that is freed before. Copies of them are small.
@@ -300,17 +330,20 @@ class _Borders:
         Args:
             read: What is read there in any case.
         """
-        if node not in self.stretch_of or not _is_elementwise(node) or _bytes(node) == math.inf:
+        if not depth or node not in self.stretch_of or not _is_elementwise(node) or _bytes(node) == math.inf:
             return {node}
         if node in known:
             return known[node]
         leaves: set[fx.Node] = set()
         for given in node.all_input_nodes:
-            if given in self.free and self._is_copied(given, node, at):
+            if isinstance(given.meta.get("val"), roles.NUMBERS):
+                if any(self.position[each] >= at for each in (*self._free_before(given), given)):
+                    return {node}
+            elif given in self.free and self._is_copied(given, node, at):
                 leaves.add(given)
-                continue
-            for source in self._sources(given) if given in self.free else [given]:
-                leaves |= {source} if source in read else self._leaves(source, read, at, known)
+            else:
+                for source in self._sources(given) if given in self.free else [given]:
+                    leaves |= {source} if source in read else self._leaves(source, read, at, known, depth - 1)
         moved = sum(_bytes(leaf) * (1 if self._is_in_memory(leaf) else 2) for leaf in leaves - read)
         is_better = moved <= 2 * _bytes(node) and sum(map(_bytes, leaves - read)) <= _bytes(node)
         known[node] = leaves if is_better else {node}
@@ -319,7 +352,7 @@ class _Borders:
     def _is_copied(self, view: fx.Node, node: fx.Node, at: int) -> bool:
         """Whether a copy of a view is made so that ``node`` can be computed again: its memory is freed before."""
         is_small = SMALL * _bytes(view) <= _bytes(node)
-        return is_small and self._memory_of(view) not in self.written and self._kept([view], at) is None
+        return is_small and not self._is_written(self._memory_of(view)) and self._kept({view: at}) is None
 
     def _is_in_memory(self, node: fx.Node) -> bool:
         """Whether a value is written to memory in any case."""
@@ -369,3 +402,10 @@ class _Borders:
             self._copies[view] = copy
             self.position[copy] = self.position[view]
         return self._copies[view]
+
+
+def _computing(node: fx.Node) -> fx.Node:
+    """Return the node that computes a value: of an element, the one that returns the elements."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node

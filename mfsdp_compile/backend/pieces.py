@@ -28,7 +28,7 @@ experts).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,14 @@ class _Cutter:
     def _expose(self) -> None:
         """Find what is read outside of the stretch that computes it.
 
-        A view is returned by the stretch that computes what it views. Sizes are computed outside, of what it returns.
+        A view is returned by the stretch that computes what it views, unless its sizes are read from tensors. Sizes are
+        computed outside, of what the stretch returns.
         """
         read = [node for node in self._plan if isinstance(node, fx.Node)]
         for node in [*read, self.graph.output_node()]:
             for source in node.all_input_nodes:
                 root = self._viewed(source)
-                if root in self._stretch_of and source not in self._stretch_of:
+                if root in self._stretch_of and source not in self._stretch_of and self._has_known_sizes(source):
                     self._stretch_of[root].nodes.append(source)
                     self._stretch_of[source] = self._stretch_of[root]
                 self._exposed.update(self._leaves(source))
@@ -130,13 +131,27 @@ class _Cutter:
                     sources = (leaf for source in node.all_input_nodes for leaf in self._leaves(source))
                     self._exposed.update(leaf for leaf in sources if self._stretch_of.get(leaf, stretch) is not stretch)
 
-    def _leaves(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield what a node is computed from for free: itself if it is not free."""
-        if node in self._stretch_of or node not in self._free:
-            yield node
-        else:
-            for source in node.all_input_nodes:
-                yield from self._leaves(source)
+    def _leaves(self, node: fx.Node) -> list[fx.Node]:
+        """Return what a node is computed from for free: itself if it is not free."""
+        found: dict[fx.Node, None] = {}
+        seen, pending = {node}, [node]
+        while pending:
+            each = pending.pop()
+            if each in self._stretch_of or each not in self._free:
+                found[each] = None
+                continue
+            pending += [source for source in each.all_input_nodes if source not in seen]
+            seen.update(each.all_input_nodes)
+        return list(found)
+
+    def _has_known_sizes(self, view: fx.Node) -> bool:
+        """Whether the numbers that views of a computed value take depend on arguments of the graph only."""
+        while view not in self._stretch_of and roles.is_view(view):
+            numbers = [each for each in view.all_input_nodes if isinstance(each.meta.get("val"), roles.NUMBERS)]
+            if any(leaf.op != "placeholder" for number in numbers for leaf in self._leaves(number)):
+                return False
+            view = roles.tensor_inputs(view)[0]
+        return True
 
     def _viewed(self, node: fx.Node) -> fx.Node:
         """Return the node whose memory a view is in."""

@@ -159,6 +159,84 @@ def test_random_numbers_are_drawn_once() -> None:
 KINDS = ("elementwise", "binary", "cast", "sum", "product", "wait", "wait", "view", "slice", "write", "narrow")
 
 
+def test_numbers_that_are_read_from_tensors() -> None:
+    """What is computed from them stays behind them."""
+
+    def scaled(x: Tensor, flag: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+        a = x @ x
+        c = wait(shard)
+        return a * flag.sum().item(), c
+
+    inputs = torch.randn(64, 64), torch.ones(3), torch.randn(64)
+    expected = scaled(*inputs)
+    module = applied(make_fx(scaled, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs))
+    for x, y in zip(module(*inputs), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_sizes_are_symbols() -> None:
+    """An elementwise value is computed again from a size; a sum of unknown size stays."""
+
+    def averaged(x: Tensor, y: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+        mean = y * x.shape[0]
+        total = (x * 2).mean(-1, keepdim=True)
+        return wait(shard) + mean, (wait(shard) + mean) @ mean + total.sum()
+
+    inputs = torch.randn(24, 4096), torch.randn(64, 64), torch.randn(64)
+    module = make_fx(averaged, tracing_mode="symbolic")(*inputs)
+    expected = averaged(*inputs)
+    assert stretch_number(applied(module), torch.ops.aten.mean.dim) == [0]
+    for x, y in zip(module(*inputs), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_each_value_is_read_before_its_memory_is_written() -> None:
+    """Values that move together move to different stretches."""
+
+    def writes(x: Tensor, at_rest: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        whole = wait(at_rest)
+        twice = x * 2
+        scaled = twice * whole[:64]
+        first = wait(one) + twice + whole[64:128]
+        torch.ops.aten.zero_.default(at_rest)
+        return first @ x, (wait(other) + scaled) @ x
+
+    inputs = torch.randn(64, 64), torch.randn(128), torch.randn(64), torch.randn(64)
+    expected = writes(*(each.clone() for each in inputs))
+    module = applied(traced(writes, *inputs))
+    for x, y in zip(module(*(each.clone() for each in inputs)), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_elements_stay_behind_what_returns_them() -> None:
+    def normed(x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        h = x @ x
+        variance, mean = torch.var_mean(h, 1, keepdim=True)
+        first = (wait(one) + torch.rsqrt(variance + 1)) @ x
+        return (wait(other) + h - mean) @ first
+
+    inputs = torch.randn(64, 64), torch.randn(64), torch.randn(64)
+    expected = normed(*inputs)
+    module = applied(traced(normed, *inputs))
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    (variance,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.var_mean.correction)
+    assert sorted(order[each] - order[variance] for each in variance.users) == [1, 2]
+    assert torch.equal(module(*inputs), expected)
+
+
+def test_long_chains() -> None:
+    """Neither the depth of Python's stack nor the time grows with their length."""
+
+    def chained(x: Tensor, shard: Tensor) -> Tensor:
+        for _ in range(1500):
+            x = x.sin()
+        product = x @ x
+        return (wait(shard) + x) @ product
+
+    module = traced(chained, torch.randn(8, 8), torch.randn(8))
+    assert applied(module)
+
+
 def _program(seed: int) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function of random operators, some with waits between them."""
 
