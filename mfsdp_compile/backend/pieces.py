@@ -27,6 +27,7 @@ experts).
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,21 @@ class Piece:
     module: fx.GraphModule
     inputs: list[Any]
     memory: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A piece that can be called.
+
+    Args:
+        piece: The piece.
+        sizes: What it takes after its arguments: the numbers of symbols in their sizes.
+        memory: As :attr:`Piece.memory`.
+    """
+
+    piece: compat.CompiledPiece
+    sizes: Sequence[fx.Node]
+    memory: tuple[tuple[Any, ...], ...]
 
 
 def cut(module: fx.GraphModule, prepared: Callable[[Piece], compat.CompiledPiece]) -> Program:
@@ -91,7 +107,7 @@ class _Cutter:
     ) -> None:
         _pack_where_computed(module.graph)
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
-        self._bodies: dict[tuple[Any, ...], tuple[compat.CompiledPiece, Piece]] = {}  # by id, and layouts of arguments
+        self._bodies: dict[tuple[Any, ...], _Prepared] = {}  # by id, and layouts of arguments
         self._corrected: set[fx.Node] = set()
         divided = divide(module.graph)
         self._plan, self._stretch_of, self._free = divided.plan, divided.stretch_of, divided.free
@@ -167,8 +183,7 @@ class _Cutter:
         returns = [node for node in stretch.nodes if node in self._exposed]
         module, takes = _extract(stretch.nodes, returns, self._is_computed_inside(stretch))
         self._place_free(takes)
-        piece = Piece(module, [_value(node) for node in takes])
-        self._place_piece(self._prepare(piece), piece, takes, returns)
+        self._place_piece(self._prepare(Piece(module, [_value(node) for node in takes])), takes, returns)
 
     def _is_computed_inside(self, stretch: Stretch) -> Callable[[fx.Node], bool]:
         return lambda node: (
@@ -187,10 +202,9 @@ class _Cutter:
         inputs = [_value(each) if isinstance(each, fx.Node) else each for each in takes]
         key = (id(body), *map(_layout, inputs))
         if key not in self._bodies and id(body) not in self._programs and not communicates_inside(body):
-            piece = Piece(_copy_of_body(body), inputs)
-            self._bodies[key] = self._prepare(piece), piece
+            self._bodies[key] = self._prepare(Piece(_copy_of_body(body), inputs))
         if key in self._bodies:
-            self._place_piece(*self._bodies[key], takes, returns)
+            self._place_piece(self._bodies[key], takes, returns)
             return
         if id(body) not in self._programs:
             for placeholder, value in zip(placeholders, inputs, strict=True):
@@ -204,16 +218,44 @@ class _Cutter:
         self._correct(returns, compat.returned_strides(body.graph))
         self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
 
-    def _prepare(self, piece: Piece) -> compat.CompiledPiece:
-        _check_sizes(piece)
+    def _prepare(self, piece: Piece) -> _Prepared:
+        sizes = self._take_sizes(piece)
         _take_buffers(piece)
-        return self._prepared(piece)
+        return _Prepared(self._prepared(piece), sizes, piece.memory)
 
-    def _place_piece(
-        self, prepared: compat.CompiledPiece, piece: Piece, takes: Sequence[Any], returns: Sequence[fx.Node | None]
-    ) -> None:
-        self._correct(returns, prepared.strides)
-        self._steps.append(Call(prepared, takes, returns, piece.memory))
+    def _take_sizes(self, piece: Piece) -> list[fx.Node]:
+        """Let a piece take the numbers that sizes of its arguments are computed from: Inductor binds no others.
+
+        Returns:
+            Nodes of this graph that are those numbers. They follow the piece's other arguments.
+        """
+        bound = {symbol for value in piece.inputs for symbol in compat.symbols_of(value, alone=True)}
+        used = {symbol: None for value in piece.inputs for symbol in compat.symbols_of(value)}
+        sizes: list[fx.Node] = []
+        for symbol in [each for each in used if each not in bound]:
+            if symbol not in self._numbers:
+                raise CannotCut(
+                    f"no number in the graph is the size {symbol} that a piece would take. Compile it with "
+                    "options={'inner': 'inductor'}."
+                )
+            sizes.append(self._numbers[symbol])
+            _add_input(piece, f"size_{len(sizes)}", _value(sizes[-1]))
+        self._place_free(sizes)
+        return sizes
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Any, fx.Node]:
+        """The first node that is a symbol's number, by symbol."""
+        found: dict[Any, fx.Node] = {}
+        for node in self.graph.nodes:
+            if isinstance(value := node.meta.get("val"), torch.SymInt):
+                for symbol in compat.symbols_of(value, alone=True):
+                    found.setdefault(symbol, node)
+        return found
+
+    def _place_piece(self, prepared: _Prepared, takes: Sequence[Any], returns: Sequence[fx.Node | None]) -> None:
+        self._correct(returns, prepared.piece.strides)
+        self._steps.append(Call(prepared.piece, [*takes, *prepared.sizes], returns, prepared.memory))
 
     def _place_operator(self, node: fx.Node) -> None:
         self._place_free(node.all_input_nodes)
@@ -311,16 +353,6 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _check_sizes(piece: Piece) -> None:
-    """Raise if a size is computed from symbols that are not among the arguments: Inductor could not bind them."""
-    bound = {symbol for value in piece.inputs for symbol in compat.symbols_of(value, alone=True)}
-    if any(symbol not in bound for value in piece.inputs for symbol in compat.symbols_of(value)):
-        raise CannotCut(
-            "sizes depend on data or are sums of other sizes, such as numbers of tokens that ranks exchange. Compile "
-            "it with options={'inner': 'inductor'}."
-        )
-
-
 def _layout(value: Any) -> str:
     return f"{value.shape}, {value.stride()}, {value.dtype}" if isinstance(value, Tensor) else str(value)
 
@@ -333,6 +365,15 @@ def _copy_of_body(body: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def _add_input(piece: Piece, name: str, value: Any) -> fx.Node:
+    graph = piece.module.graph
+    with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    piece.inputs.append(value)
+    return node
+
+
 def _take_buffers(piece: Piece) -> None:
     """Let a piece take the communication buffers that it packs gradients into."""
     graph = piece.module.graph
@@ -342,11 +383,8 @@ def _take_buffers(piece: Piece) -> None:
         if not capacity:
             continue
         value: Tensor = node.meta["val"]
-        with graph.inserting_after([*graph.find_nodes(op="placeholder")][-1]):
-            buffer = graph.placeholder(f"memory_{len(memory)}")
-        buffer.meta["val"] = value
+        buffer = _add_input(piece, f"memory_{len(memory)}", value)
         node.target, node.args = _PACK_INTO, (buffer, gradients, offsets)
-        piece.inputs.append(value)
         memory.append((capacity, count, numel, dtype, value.device))
     piece.memory = tuple(memory)
     piece.module.recompile()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mfsdp_compile.backend import pieces
 from mfsdp_compile.passes import borders, roles
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.stretches import Stretch, divide
@@ -221,6 +222,28 @@ def test_elements_stay_behind_what_returns_them() -> None:
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     (variance,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.var_mean.correction)
     assert sorted(order[each] - order[variance] for each in variance.users) == [1, 2]
+    assert torch.equal(module(*inputs), expected)
+
+
+def test_each_stretch_packs_its_gradients() -> None:
+    """Those of a bucket with a gap between them, and zeros in the gap and at its end."""
+
+    def backward(x: Tensor, y: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        first = (x @ y).t()
+        second = (wait(one) * x).sum(0)
+        third = wait(other) @ y
+        return wait(
+            torch.ops.mfsdp.pack_gradients([third, second, first], [0, 4096, 4200], 8400, torch.float32).clone()
+        )
+
+    inputs = [torch.randn(64, 64) for _ in range(4)]
+    module = traced(backward, *inputs)
+    expected = backward(*inputs)
+    pieces._pack_where_computed(module.graph)
+    module.recompile()
+    parts = stretch_number(module, torch.ops.mfsdp.pack_into.default)
+    assert parts == sorted(set(parts))
+    assert len(parts) == 3
     assert torch.equal(module(*inputs), expected)
 
 
