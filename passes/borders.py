@@ -4,7 +4,7 @@ Pieces are compiled one by one (:mod:`.stretches`): a value that another piece r
 there. Inductor would not write what is cheap to compute where it is read. Therefore this pass
 
 *   computes elementwise values again in each piece that reads them, where what they are computed from is no more to
-  read: casts of saved activations to float32, products with a weight, rotary angles;
+  read: casts of saved activations to float32, products with a weight;
 *   computes elementwise values and sums as late as possible, at the beginning of the next stretch, if only later ones
   read them: the norm in front of a layer, whose weight is still being gathered.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -91,9 +92,8 @@ class _Borders:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        divided = divide(graph)
-        self.stretch_of, self.free = divided.stretch_of, divided.free
-        self.stretches = [item for item in divided.plan if isinstance(item, Stretch)]
+        self.divided = divided = divide(graph)
+        self.stretch_of, self.free, self.stretches = divided.stretch_of, divided.free, divided.stretches
         self.number = {stretch: number for number, stretch in enumerate(self.stretches)}
         self.position = {node: position for position, node in enumerate(graph.nodes)}
         self.last: dict[fx.Node, int] = {}
@@ -140,13 +140,15 @@ class _Borders:
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors that a node reads, behind views and numbers."""
-        found: dict[fx.Node, None] = {}
-        for source in [*self._free_before(node), node]:
-            for given in source.all_input_nodes:
-                is_number = isinstance(given.meta.get("val"), roles.NUMBERS)
-                if given not in self.free and not is_number and roles.nested_graph(given) is None:
-                    found[given] = None
-        return list(found)
+        return [
+            leaf
+            for leaf in self._leaves_before(node)
+            if not isinstance(leaf.meta.get("val"), roles.NUMBERS) and roles.nested_graph(leaf) is None
+        ]
+
+    def _leaves_before(self, node: fx.Node) -> list[fx.Node]:
+        """Return all that a node reads, behind views and numbers."""
+        return list(dict.fromkeys(leaf for given in node.all_input_nodes for leaf in self.divided.leaves(given)))
 
     def _free_before(self, node: fx.Node) -> list[fx.Node]:
         """Return the views and numbers that a node reads, in order."""
@@ -174,7 +176,8 @@ class _Borders:
                 return None
             if self.last[root] >= position:
                 continue
-            is_output_of_region = root.target is operator.getitem and roles.is_region_call(root.args[0])  # type: ignore[arg-type]
+            call: Any = root.args[0] if root.target is operator.getitem else None
+            is_output_of_region = call is not None and roles.is_region_call(call)
             if role_of(root) is not None or not (
                 root in self.stretch_of or root.op == "placeholder" or is_output_of_region
             ):
@@ -192,20 +195,19 @@ class _Borders:
         moved = 0
         for stretch in self.stretches:
             for node in stretch.nodes:
-                sources, free = self._sources(node), self._free_before(node)
-                numbers = [each for value in (*free, node) for each in value.all_input_nodes if each not in self.free]
+                sources = self._sources(node)
                 if (
                     not _is_elementwise(node)
                     or any(reader.op != "output" for reader in self._readers(node))
                     or not all(source in self.stretch_of for source in sources)
-                    or not all(each in sources or each.op == "placeholder" for each in numbers)
+                    or not all(each in sources or each.op == "placeholder" for each in self._leaves_before(node))
                 ):
                     continue
                 there = max((self.stretch_of[source] for source in sources), key=self.number.__getitem__, default=None)
                 if there is None or there is stretch or _bytes(node) > sum(map(_bytes, sources)):
                     continue
                 last = end = there.nodes[-1]
-                for each in free:
+                for each in self._free_before(node):
                     if self.position[each] > self.position[end]:
                         last.append(each)
                         last = each
@@ -303,7 +305,7 @@ class _Borders:
             made: dict[fx.Node, fx.Node] = {}
             for value in sorted(read, key=self.position.__getitem__):
                 leaves = self._leaves(value, read, at, {}, DEPTH)
-                if value in leaves:
+                if value in leaves or not leaves:  # what is made of constants alone is small, and is read
                     continue
                 kept = self._kept({leaf: at for leaf in leaves if leaf not in self.free})
                 is_kept_itself = any(reader.op == "output" for reader in self._readers(value))

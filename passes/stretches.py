@@ -90,9 +90,23 @@ class Divided:
     stretch_of: dict[fx.Node, Stretch] = field(default_factory=dict)
     free: set[fx.Node] = field(default_factory=set)
 
-    def number(self, stretch: Stretch) -> int:
-        """Return the place of a stretch in the order."""
-        return self.plan.index(stretch)
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The stretches, in the order of the graph."""
+        return [item for item in self.plan if isinstance(item, Stretch)]
+
+    def leaves(self, node: fx.Node) -> list[fx.Node]:
+        """Return what a node is computed from for free: itself if it is not free."""
+        found: dict[fx.Node, None] = {}
+        seen, pending = {node}, [node]
+        while pending:
+            each = pending.pop()
+            if each in self.stretch_of or each not in self.free:
+                found[each] = None
+                continue
+            pending += [source for source in each.all_input_nodes if source not in seen]
+            seen.update(each.all_input_nodes)
+        return list(found)
 
 
 def divide(graph: fx.Graph) -> Divided:

@@ -109,8 +109,8 @@ class _Cutter:
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
         self._bodies: dict[tuple[Any, ...], _Prepared] = {}  # by id, and layouts of arguments
         self._corrected: set[fx.Node] = set()
-        divided = divide(module.graph)
-        self._plan, self._stretch_of, self._free = divided.plan, divided.stretch_of, divided.free
+        self._divided = divide(module.graph)
+        self._plan, self._stretch_of, self._free = self._divided.plan, self._divided.stretch_of, self._divided.free
         self._steps: list[Step] = []
         self._placed: set[fx.Node] = set()
         self._exposed: set[fx.Node] = set()
@@ -140,31 +140,17 @@ class _Cutter:
                 if root in self._stretch_of and source not in self._stretch_of and self._has_known_sizes(source):
                     self._stretch_of[root].nodes.append(source)
                     self._stretch_of[source] = self._stretch_of[root]
-                self._exposed.update(self._leaves(source))
-        for stretch in self._plan:
-            if isinstance(stretch, Stretch):
-                for node in stretch.nodes:
-                    sources = (leaf for source in node.all_input_nodes for leaf in self._leaves(source))
-                    self._exposed.update(leaf for leaf in sources if self._stretch_of.get(leaf, stretch) is not stretch)
-
-    def _leaves(self, node: fx.Node) -> list[fx.Node]:
-        """Return what a node is computed from for free: itself if it is not free."""
-        found: dict[fx.Node, None] = {}
-        seen, pending = {node}, [node]
-        while pending:
-            each = pending.pop()
-            if each in self._stretch_of or each not in self._free:
-                found[each] = None
-                continue
-            pending += [source for source in each.all_input_nodes if source not in seen]
-            seen.update(each.all_input_nodes)
-        return list(found)
+                self._exposed.update(self._divided.leaves(source))
+        for stretch in self._divided.stretches:
+            for node in stretch.nodes:
+                sources = (leaf for source in node.all_input_nodes for leaf in self._divided.leaves(source))
+                self._exposed.update(leaf for leaf in sources if self._stretch_of.get(leaf, stretch) is not stretch)
 
     def _has_known_sizes(self, view: fx.Node) -> bool:
         """Whether the numbers that views of a computed value take depend on arguments of the graph only."""
         while view not in self._stretch_of and roles.is_view(view):
             numbers = [each for each in view.all_input_nodes if isinstance(each.meta.get("val"), roles.NUMBERS)]
-            if any(leaf.op != "placeholder" for number in numbers for leaf in self._leaves(number)):
+            if any(leaf.op != "placeholder" for number in numbers for leaf in self._divided.leaves(number)):
                 return False
             view = roles.tensor_inputs(view)[0]
         return True
@@ -230,7 +216,7 @@ class _Cutter:
             Nodes of this graph that are those numbers. They follow the piece's other arguments.
         """
         bound = {symbol for value in piece.inputs for symbol in compat.symbols_of(value, alone=True)}
-        used = {symbol: None for value in piece.inputs for symbol in compat.symbols_of(value)}
+        used = dict.fromkeys(symbol for value in piece.inputs for symbol in compat.symbols_of(value))
         sizes: list[fx.Node] = []
         for symbol in [each for each in used if each not in bound]:
             if symbol not in self._numbers:
@@ -413,10 +399,10 @@ def _pack_where_computed(graph: fx.Graph) -> None:
         if not parts:
             continue
         value: Tensor = pack.meta["val"]
-        with graph.inserting_before(min(parts, key=divided.number).nodes[0]):
+        with graph.inserting_before(min(parts, key=divided.stretches.index).nodes[0]):
             memory = graph.call_function(_GRADIENT_BUFFER, (0, 0, numel, dtype, value.device))
         memory.meta["val"] = value
-        for stretch in sorted(parts, key=divided.number):
+        for stretch in sorted(parts, key=divided.stretches.index):
             last, copies = stretch.nodes[-1], dict[fx.Node, fx.Node]()
             for number in parts[stretch]:
                 last = _copy_views(gradients[number], last, copies)

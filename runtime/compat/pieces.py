@@ -42,7 +42,8 @@ def compile_around(
 
     # Pieces write to nothing that forward saved. AOTAutograd caches results of Inductor only.
     with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
-        return compile_fx(gm, list(inputs), inner_compile=compiles, config_patches=patches)  # type: ignore[return-value]
+        compiled: Any = compile_fx(gm, list(inputs), inner_compile=compiles, config_patches=patches)
+        return compiled  # type: ignore[no-any-return]
 
 
 _OF_WHOLE_GRAPHS: dict[str, Any] = {
@@ -161,8 +162,8 @@ def report_strides(graph: fx.Graph) -> None:
 
 def returned_strides(graph: fx.Graph) -> tuple[Any, ...]:
     """Return the strides of what a graph returns; None for what is no tensor."""
-    (returns,) = graph.output_node().args
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returns]  # type: ignore[union-attr]
+    returns: Any = graph.output_node().args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in returns]
     return _strides_of(values)
 
 

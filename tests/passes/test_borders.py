@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mfsdp_compile.backend import pieces
 from mfsdp_compile.passes import borders, roles
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.stretches import Stretch, divide
+from mfsdp_compile.passes.stretches import divide
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
@@ -33,15 +33,12 @@ def crossing(graph: fx.Graph) -> int:
     """Return the bytes that stretches read of others' results: each value once per stretch."""
     divided = divide(graph)
     read = set()
-    for stretch in divided.plan:
-        if isinstance(stretch, Stretch):
-            pending = list(stretch.nodes)
-            while pending:
-                for source in pending.pop().all_input_nodes:
-                    if source in divided.free:
-                        pending.append(source)
-                    elif divided.stretch_of.get(source, stretch) is not stretch:
-                        read.add((source, stretch))
+    for stretch in divided.stretches:
+        for leaf in (
+            leaf for node in stretch.nodes for source in node.all_input_nodes for leaf in divided.leaves(source)
+        ):
+            if divided.stretch_of.get(leaf, stretch) is not stretch:
+                read.add((leaf, stretch))
     return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node, _ in read)
 
 
@@ -54,7 +51,7 @@ def applied(module: fx.GraphModule) -> fx.GraphModule:
 
 def stretch_number(module: fx.GraphModule, target: object) -> list[int]:
     """Return the numbers of the stretches that call an operator."""
-    stretches = [item for item in divide(module.graph).plan if isinstance(item, Stretch)]
+    stretches = divide(module.graph).stretches
     return [number for number, each in enumerate(stretches) for node in each.nodes if node.target is target]
 
 
