@@ -54,6 +54,7 @@ from .pieces import Piece, cut
 from .rank_meeting import RankMeeting
 from .region_graphs import trace
 from .shared_compiles import compile_together
+from .straight_line import Code
 
 
 def mfsdp(
@@ -408,7 +409,7 @@ def _compile_inner(
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if in_pieces:
         run = functools.partial(_run_in_pieces, finish_all, settings, record)
-        return compat.compile_around(gm, inputs, patches, run)
+        return compat.compile_around(gm, inputs, patches, run, is_cached=uuid() is not None)
     if record is not None:
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
@@ -419,7 +420,7 @@ def _run_in_pieces(
     settings: dict[str, Any],
     record: pipeline.CompileRecord | None,
     module: fx.GraphModule,
-) -> Callable[[list[Any]], Any]:
+) -> Code:
     """Finish a graph, and compile its pieces.
 
     Args:
@@ -434,11 +435,11 @@ def _run_in_pieces(
 
     program = cut(module, prepared)
     compat.report_strides(module.graph)
-    compile_together(program.pieces(), f"Inductor, {phase.value}")
+    compile_together(program.code.pieces(), f"Inductor, {phase.value}")
     if record is not None:
         told = Report("pieces", program.described(), time.perf_counter() - begun)
         record.reports.setdefault(phase, []).append(told)
-    return program.function()
+    return program.code
 
 
 def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -> str | None:

@@ -6,10 +6,12 @@ list.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
+import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +25,52 @@ Runner = Callable[[list[Any]], Any]
 """Takes its arguments out of a list, and returns a tuple."""
 
 _numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Code:
+    """Source of a function, and the globals that it refers to. It can be pickled, without the code of its pieces.
+
+    Args:
+        source: Defines ``call``, which is a :data:`Runner`.
+        constants: Operators, and values that are no literals, by name.
+        callees: Pieces and other graphs, by name.
+    """
+
+    source: str
+    constants: dict[str, Any]
+    callees: dict[str, compat.CompiledPiece | Code]
+    _function: Runner | None = field(default=None, repr=False)
+
+    def pieces(self) -> list[compat.CompiledPiece]:
+        """Return the distinct pieces of this graph and of those that it calls, in the order of their first calls."""
+        found: dict[compat.CompiledPiece, None] = {}
+        for callee in self.callees.values():
+            found.update(dict.fromkeys(callee.pieces() if isinstance(callee, Code) else [callee]))
+        return list(found)
+
+    def function(self) -> Runner:
+        """Return the function. All pieces must have been compiled."""
+        if self._function is None:
+            file = f"{compat.PIECES_FILE}{next(_numbers)}>"
+            lines = self.source.splitlines(keepends=True)
+            linecache.cache[file] = (len(self.source), None, lines, file)  # for tracebacks
+            scope = {**_GLOBALS, **self.constants}
+            for name, callee in self.callees.items():
+                scope[name] = callee.function() if isinstance(callee, Code) else callee.run
+            exec(compile(self.source, file, "exec"), scope)
+            self._function = scope["call"]
+        return self._function
+
+    def not_picklable(self) -> str | None:
+        """Return the type of a constant that cannot be pickled, in this graph or in one that it calls, if there is one."""
+        others = (callee.not_picklable() for callee in self.callees.values() if isinstance(callee, Code))
+        mine = (type(value).__name__ for value in self.constants.values() if not isinstance(value, _PICKLABLE))
+        return next((kind for kind in (*mine, *others) if kind is not None), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        constants = {name: compat.picklable_operator(value) for name, value in self.constants.items()}
+        return {"source": self.source, "constants": constants, "callees": self.callees, "_function": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +103,10 @@ class Program:
 
     def __init__(self, graph: fx.Graph, steps: Sequence[Step]) -> None:
         self.graph, self._steps = graph, steps
-        self._scope: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
-        self._taken = {node.name for node in graph.nodes} | self._scope.keys()
+        self._taken = {node.name for node in graph.nodes} | _GLOBALS.keys()
         self._named: dict[int, str] = {}
-        self._function: Runner | None = None
-
-    def pieces(self) -> list[compat.CompiledPiece]:
-        """Return the distinct pieces of this graph and of those that it calls, in the order of their first calls."""
-        callees = (call.callee for call in self._calls())
-        return list(dict.fromkeys(callee for callee in callees if isinstance(callee, compat.CompiledPiece)))
+        self._constants: dict[str, Any] = {}
+        self._callees: dict[str, compat.CompiledPiece | Code] = {}
 
     def described(self) -> list[str]:
         """Return a line about all pieces, and one about each: how often it is called, and what a call takes."""
@@ -86,17 +129,11 @@ class Program:
                 found += step.callee._calls() if isinstance(step.callee, Program) else [step]
         return found
 
-    def function(self) -> Runner:
-        """Return a function that runs the steps. All pieces must have been compiled."""
-        if self._function is not None:
-            return self._function
+    @functools.cached_property
+    def code(self) -> Code:
+        """The code that runs the steps."""
         source = "\n".join(self._lines()) + "\n"
-        file = f"{compat.PIECES_FILE}{next(_numbers)}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
-        exec(compile(source, file, "exec"), self._scope)
-        function: Runner = self._scope["call"]
-        self._function = function
-        return function
+        return Code(source, self._constants, self._callees)
 
     def _lines(self) -> list[str]:
         placeholders, (outputs,) = self.graph.find_nodes(op="placeholder"), self.graph.output_node().args
@@ -123,7 +160,7 @@ class Program:
             lines += self._delete([node for node in gone if node in taken])
             names = [node.name if node is not None else self._local("unread") for node in step.returns]
             result = f"{', '.join(names)}, = " if names else ""
-            lines.append(f"    {result}{self._constant(_runner(step.callee), 'piece')}({arguments})")
+            lines.append(f"    {result}{self._callee(step.callee)}({arguments})")
             lines += self._delete([node for node in gone if node not in taken])
             if None in step.returns:
                 lines.append(f"    del {self._local('unread')}")
@@ -163,12 +200,22 @@ class Program:
         """Return the name of a global that is ``value``."""
         if id(value) not in self._named:
             about = str(value).split(".")[1] if isinstance(value, torch._ops.OpOverload) else str(len(self._named))
-            name = f"{prefix}_{about}"
-            while name in self._taken:
-                name += "_"
-            self._taken.add(name)
-            self._named[id(value)], self._scope[name] = name, value
+            self._constants[self._name(value, f"{prefix}_{about}")] = value
         return self._named[id(value)]
+
+    def _callee(self, callee: compat.CompiledPiece | Program) -> str:
+        """Return the name of a global that calls a piece, or another graph."""
+        if id(callee) not in self._named:
+            name = self._name(callee, f"piece_{len(self._callees)}")
+            self._callees[name] = callee.code if isinstance(callee, Program) else callee
+        return self._named[id(callee)]
+
+    def _name(self, value: Any, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        self._named[id(value)] = name
+        return name
 
     def _local(self, name: str) -> str:
         while name in self._taken:
@@ -182,11 +229,15 @@ def _size(nodes: Sequence[Any]) -> int:
     return sum(int(compat.concrete(v.numel())) * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-def _runner(callee: compat.CompiledPiece | Program) -> Runner:
-    if isinstance(callee, Program):
-        return callee.function()
-    assert callee.run is not None
-    return callee.run
-
-
+_PICKLABLE = (
+    torch._ops.OpOverload,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    torch.Tensor,
+    torch.device,
+    complex,
+    slice,
+)
+"""Types of constants that can be pickled."""
+_GLOBALS: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
 _GRADIENT_BUFFER = torch.ops.mfsdp.gradient_buffer.default

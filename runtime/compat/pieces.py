@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ from .version import TORCH_VERSION
 __all__ = [
     "CompiledPiece",
     "compile_around",
+    "picklable_operator",
     "pieces_cache",
     "prepare_piece",
     "report_strides",
@@ -24,24 +25,46 @@ __all__ = [
 ]
 
 
+class PiecesOfGraph(Protocol):
+    """Code that calls the pieces of a graph. It can be pickled, without the code of the pieces."""
+
+    def pieces(self) -> list[CompiledPiece]: ...
+
+    def not_picklable(self) -> str | None: ...
+
+    def function(self) -> Callable[[list[Any]], Any]: ...
+
+
 def compile_around(
-    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[[fx.GraphModule], Any]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any],
+    inner: Callable[[fx.GraphModule], PiecesOfGraph],
+    is_cached: bool,
 ) -> Callable[..., Any]:
     """Run AOTAutograd as Inductor does, with its passes over joint graphs, and ``inner`` in place of Inductor.
 
+    Forward and backward are compiled at once: all pieces are known before the first one runs.
+
     Args:
-        inner: Takes a forward, backward or inference graph, and returns a function that takes a list of arguments.
+        inner: Takes a forward, backward or inference graph, and returns what calls its pieces.
+        is_cached: Whether AOTAutograd may keep the results on the disk.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    def compiles(module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
-        function = inner(module)
-        function._boxed_call = True  # it takes a list
-        return function
+    from .output_code import PiecesCode
 
-    # Pieces write to nothing that forward saved. AOTAutograd caches results of Inductor only.
-    with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+    def compiles(module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Any:
+        return PiecesCode(inner(module))
+
+    settings = {
+        "donated_buffer": False,  # pieces write to nothing that forward saved
+        "enable_autograd_cache": is_cached and functorch_config.enable_autograd_cache,
+        "bundled_autograd_cache": True,  # an entry is what ``inner`` has returned
+        "force_non_lazy_backward_lowering": True,
+    }
+    with functorch_config.patch(settings):
         compiled: Any = compile_fx(gm, list(inputs), inner_compile=compiles, config_patches=patches)
         return compiled  # type: ignore[no-any-return]
 
@@ -56,29 +79,50 @@ _OF_WHOLE_GRAPHS: dict[str, Any] = {
 """Settings of Inductor that say nothing about pieces, and would make their cache keys those of one graph."""
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Where Inductor keeps a compiled graph.
+
+    Args:
+        key: Its key.
+        guards: What must be true of sizes; None: nothing.
+    """
+
+    key: str
+    guards: str | None
+
+
 @dataclass(eq=False)
 class CompiledPiece:
     """A graph without collectives that Inductor compiles.
 
+    A pickle of it refers to the compiled code in Inductor's cache.
+
     Args:
-        key: Its key in Inductor's cache, in memory and on the disk; None: it cannot be cached.
+        key: Its key, by which this process and others know it; None: it depends on sizes of the graph that it is in.
         strides: Strides of what it returns; None for what is no tensor.
         operators: Number of its operators.
-        compiles: Compiles it, or loads it from the disk.
+        compiles: Compiles it, or loads it from the disk. Returns the code, and where Inductor keeps it, if it does.
 
     Attributes:
         run: Takes a list of arguments, and returns a tuple. None: it was not compiled yet.
+        entry: Where Inductor keeps it, once it was compiled.
     """
 
     key: str | None
     strides: tuple[Any, ...]
     operators: int
-    compiles: Callable[[], Callable[[list[Any]], Any]] | None
+    compiles: Callable[[], tuple[Callable[[list[Any]], Any], _Entry | None]] | None
     run: Callable[[list[Any]], Any] | None = None
+    entry: _Entry | None = None
 
     def compile(self) -> None:
         if self.compiles is not None:
-            self.run, self.compiles = self.compiles(), None
+            self.run, self.entry = self.compiles()
+            self.compiles = None
+
+    def __reduce__(self) -> Any:
+        return _of_entry, (self.key, self.strides if self.key is not None else (), self.operators, self.entry)
 
 
 _pieces: dict[str, CompiledPiece] = {}
@@ -93,39 +137,24 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
         inputs: Fake tensors and sizes.
         settings: Settings of Inductor.
     """
-    import torch._inductor.config as config
-    from torch._guards import tracing
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache, compiled_fx_graph_hash
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = detect_fake_mode(inputs) or FakeTensorMode()
-    kwargs: dict[str, Any] = {
-        "static_input_idxs": (),
-        "cudagraphs": BoxedBool(False),
-        "is_backward": False,
-        "is_inference": False,
-    }
+    mode, kwargs = detect_fake_mode(inputs) or FakeTensorMode(), _kwargs()
 
-    @contextlib.contextmanager
-    def as_pieces_are() -> Iterator[None]:
-        with config.patch({**_OF_WHOLE_GRAPHS, **settings}), V.set_fake_mode(mode), tracing(TracingContext(mode)):
-            yield
-
-    def compiles() -> Callable[[list[Any]], Any]:
+    def compiles() -> tuple[Callable[[list[Any]], Any], _Entry | None]:
         try:
-            with as_pieces_are():
+            with _as_pieces_are(mode, settings):
                 compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
         except BaseException:
             _pieces.pop(key or "", None)  # the graph may be changed by halves
             raise
-        run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
-        return run
+        entry = getattr(compiled, "_fx_graph_cache_key", None)
+        return _runner(compiled), _Entry(entry, compiled.guards_expr) if entry is not None else None
 
     key = None
-    with as_pieces_are():
+    with _as_pieces_are(mode, settings):
         if not any(_is_symbolic(value) for value in inputs):  # else guards belong to the graph that is being compiled
             with contextlib.suppress(BypassFxGraphCache):
                 FxGraphCache._check_can_cache(module, *((inputs, kwargs) if TORCH_VERSION >= (2, 13) else ()))
@@ -143,6 +172,90 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
     if key is not None:
         _pieces[key] = piece
     return piece
+
+
+def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: _Entry) -> CompiledPiece:
+    """Return the piece that was pickled; the one that there is, if there is one."""
+    if key in _pieces:
+        return _pieces[key]
+
+    def load() -> tuple[Callable[[list[Any]], Any], _Entry]:
+        from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+        from torch._inductor.codecache import FxGraphCache
+        from torch._inductor.output_code import CompiledFxGraphConstants
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        # Sizes were compared with the guards of the graph that the piece is in, which include those of the piece.
+        constants, compares = CompiledFxGraphConstants(), lambda guards, _: guards == entry.guards
+        with _as_pieces_are(FakeTensorMode(shape_env=ShapeEnv()), {}):
+            compiled, _ = FxGraphCache.load_with_key(entry.key, [], [], True, None, False, constants, compares)
+            if compiled is None:
+                _pieces.pop(key or "", None)
+                raise FXGraphCacheMiss(f"Inductor's cache no longer has piece {entry.key}")
+            compiled.post_compile([], constants, _kwargs())
+        return _runner(compiled), entry
+
+    piece = CompiledPiece(key, strides, operators, load)
+    if key is not None:
+        _pieces[key] = piece
+    return piece
+
+
+@contextlib.contextmanager
+def _as_pieces_are(mode: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Context in which Inductor compiles or loads a piece, whatever it is a part of.
+
+    Args:
+        mode: Mode of its fake tensors.
+        settings: Settings of Inductor.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as config
+    from torch._guards import tracing
+    from torch._inductor.virtualized import V
+
+    with (
+        config.patch({**_OF_WHOLE_GRAPHS, **settings}),
+        functorch_config.patch(bundled_autograd_cache=False),  # pieces have entries of their own
+        V.set_fake_mode(mode),
+        tracing(TracingContext(mode)),
+    ):
+        yield
+
+
+def _kwargs() -> dict[str, Any]:
+    """Return how Inductor is called for a piece."""
+    from torch._inductor.utils import BoxedBool
+
+    return {"static_input_idxs": (), "cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": False}
+
+
+def _runner(compiled: Any) -> Callable[[list[Any]], Any]:
+    return getattr(compiled, "current_callable", None) or compiled
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator, which cannot be pickled itself."""
+
+    namespace: str
+    name: str
+    overload: str
+
+    def __reduce__(self) -> Any:
+        return _operator_of, (self.namespace, self.name, self.overload)
+
+
+def _operator_of(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def picklable_operator(value: Any) -> Any:
+    """Return a value whose pickle is restored as ``value``, if it is an operator; else ``value``."""
+    if not isinstance(value, torch._ops.OpOverload):
+        return value
+    return _Operator(value.namespace, value._opname, value._overloadname)
 
 
 def pieces_cache() -> str | None:

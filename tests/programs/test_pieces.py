@@ -224,14 +224,14 @@ def test_values_are_freed_after_their_last_use() -> None:
 
     piece = compat.CompiledPiece(None, (), 1, None, run)
     program = Program(graph, [sine, Call(piece, [sine, *both.args[0][1:]], [both, None], ())])
-    found, nothing = program.function()([torch.zeros(2), torch.ones(3)])
+    found, nothing = program.code.function()([torch.zeros(2), torch.ones(3)])
     assert (found.tolist(), nothing) == ([0, 0, 1, 1, 1], None)
 
 
 def test_tracebacks_have_the_line() -> None:
     graph, nodes = operators()
     with pytest.raises(RuntimeError) as error:
-        Program(graph, nodes).function()([torch.zeros(2), torch.ones(3, 3)])
+        Program(graph, nodes).code.function()([torch.zeros(2), torch.ones(3, 3)])
     (frame,) = (each for each in traceback.extract_tb(error.value.__traceback__) if compat.is_graph(each.filename))
     assert frame.line == "cat_default = op_cat([sin_default, arguments])"
 
