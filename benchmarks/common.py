@@ -223,8 +223,10 @@ REDUCTIONS = {
 
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
-    "mfsdp pieces": lambda c, d: _ours(c, d, compiled=True, inner="pieces"),
-    "mfsdp pieces without regions": lambda c, d: _ours(c, d, compiled=True, inner="pieces", regions=False),
+    "mfsdp compiled whole": lambda c, d: _ours(c, d, compiled=True, inner="inductor_whole"),
+    "mfsdp compiled whole, without regions": lambda c, d: _ours(
+        c, d, compiled=True, inner="inductor_whole", regions=False
+    ),
     "mfsdp without regions": lambda c, d: _ours(c, d, compiled=True, regions=False),
     "mfsdp with double buffers": lambda c, d: _ours(c, d, compiled=True, double_buffer=True),
     "mfsdp eager with double buffers": lambda c, d: _ours(c, d, compiled=False, double_buffer=True),

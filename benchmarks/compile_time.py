@@ -31,8 +31,7 @@ from torch import Tensor, nn
 SYSTEMS = (
     "mfsdp",
     "mfsdp without regions",
-    "mfsdp pieces",
-    "mfsdp pieces without regions",
+    "mfsdp whole",
     "mfsdp by block",
     "FSDP2 by block",
     "torch.compile, unsharded",
@@ -66,7 +65,7 @@ def build(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callable[...,
         from mfsdp_compile import fully_shard_model
 
         model = fully_shard_model(model, fsdp_unit_modules=[LlamaDecoderLayer])
-        options = {"inner": "pieces" if "pieces" in name else args.inner}
+        options = {"inner": "inductor_whole" if name == "mfsdp whole" else args.inner}
         if name == "mfsdp by block":
             for layer in model.modules():
                 if isinstance(layer, LlamaDecoderLayer):
@@ -132,7 +131,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--simulate", type=int, default=8, metavar="N", help="number of ranks; all but one are fake")
     parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager", "pieces"])
+    parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager", "inductor_whole"])
     parser.add_argument("--out", default="", help="a JSON file to write")
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()

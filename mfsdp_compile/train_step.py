@@ -157,7 +157,7 @@ class TrainStep:
         self._in_backward = StepInBackward(optimizer, flat, self._models) if flat is not None else None
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if compile_optimizer is None:
-            with_inductor = backend == "mfsdp" and options.get("inner", "inductor") == "inductor"
+            with_inductor = backend == "mfsdp" and options.get("inner", "inductor") != "aot_eager"
             compile_optimizer = with_inductor and flat is not None and not is_fused
         elif compile_optimizer and scaler.is_enabled() and is_fused:
             raise ValueError(

@@ -50,7 +50,7 @@ def communicates(node: fx.Node) -> bool:
         if node.target is not compat.invoke_subgraph:
             raise CannotCut(
                 f"a collective runs inside of an operator that takes graphs ({node.target}), where the graph around it "
-                "cannot be cut. Compile it with options={'inner': 'inductor'}."
+                "cannot be cut. Compile it with options={'inner': 'inductor_whole'}."
             )
         return True
     target = node.target

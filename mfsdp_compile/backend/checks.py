@@ -37,7 +37,7 @@ def check(chosen: CompileOptions, owners: Sequence[ShardedModel], buckets: Seque
         )
     if not served:
         _refuse_hooks(owners, buckets)
-    if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
+    if chosen.fuses and any(owner.is_miscompiled() for owner in owners):
         warn(
             f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the "
             "CPU when the auxiliary loss is part of the outputs, with or without this package. Use torch 2.15, "

@@ -253,7 +253,7 @@ def prepare(
             reductions=all(owner.overlap.reductions for owner in owners),
         ),
         delivers_early=chosen.step_in_backward and not served,
-        in_pieces=chosen.inner == "pieces",
+        in_pieces=chosen.cuts,
         other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
@@ -398,8 +398,8 @@ def _compile_inner(
     def uuid() -> str | None:
         return _cache_key(options, record)
 
-    in_pieces, settings = options.inner == "pieces", dict(options.inductor)
-    patches = ({} if in_pieces else compat.inductor_config_patches()) | settings
+    settings = dict(options.inductor)
+    patches = ({} if options.cuts else compat.inductor_config_patches()) | settings
     if record is not None:
         if record.meeting is not None and "joint_custom_post_pass" not in patches:
             decide = functools.partial(pipeline.decide_inference, record=record)
@@ -407,7 +407,7 @@ def _compile_inner(
         if options.loss_chunks is not None:
             patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
-    if in_pieces:
+    if options.cuts:
         run = functools.partial(_run_in_pieces, finish_all, settings, record)
         return compat.compile_around(gm, inputs, patches, run, is_cached=uuid() is not None)
     if record is not None:

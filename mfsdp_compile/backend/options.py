@@ -21,7 +21,7 @@ from mfsdp_compile.runtime.nearest import did_you_mean
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-INNER_COMPILERS = ("inductor", "aot_eager", "pieces")
+INNER_COMPILERS = ("inductor", "aot_eager", "inductor_whole")
 VERIFY = ("once", "each")
 
 
@@ -36,9 +36,10 @@ class CompileOptions:
     """Options of the ``mfsdp`` backend.
 
     Args:
-        inner: Compiler for the scheduled graphs: ``"inductor"``; ``"pieces"``, in which Inductor compiles what lies
-            between collectives, each distinct piece once for all layers, schedules and ranks of a machine; or
-            ``"aot_eager"``, which runs operator by operator and gives bitwise the same numbers as the eager path.
+        inner: Compiler for the scheduled graphs. ``"inductor"`` compiles what lies between collectives, each distinct
+            piece once for all layers, schedules and ranks of a machine. ``"aot_eager"`` runs operator by operator, and
+            gives bitwise the same numbers as the eager path. ``"inductor_whole"`` gives Inductor whole graphs: for
+            those that cannot be cut at their collectives.
         schedule: Numbers that control the schedule; options with the names of its fields set them. ``memory_budget``
             takes bytes, as a number or as text such as ``"70GiB"``.
         text: A schedule to follow, from ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote,
@@ -101,6 +102,11 @@ class CompileOptions:
     def fuses(self) -> bool:
         """Whether Inductor compiles what runs."""
         return self.inner != "aot_eager"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether graphs are cut into pieces."""
+        return self.inner == "inductor"
 
     @property
     def steers_schedule(self) -> bool:

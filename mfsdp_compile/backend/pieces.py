@@ -199,7 +199,7 @@ class _Cutter:
         if [_layout(value) for value in inputs] != [_layout(_value(placeholder)) for placeholder in placeholders]:
             raise CannotCut(
                 "a region that communicates is called with arguments of other strides than before. Compile it with "
-                "options={'inner': 'inductor'} or options={'regions': False}."
+                "options={'inner': 'inductor_whole'} or options={'regions': False}."
             )
         self._correct(returns, compat.returned_strides(body.graph))
         self._steps.append(Call(self._programs[id(body)], takes, returns, ()))
@@ -222,7 +222,7 @@ class _Cutter:
             if symbol not in self._numbers:
                 raise CannotCut(
                     f"no number in the graph is the size {symbol} that a piece would take. Compile it with "
-                    "options={'inner': 'inductor'}."
+                    "options={'inner': 'inductor_whole'}."
                 )
             sizes.append(self._numbers[symbol])
             _add_input(piece, f"size_{len(sizes)}", _value(sizes[-1]))
@@ -333,7 +333,7 @@ def _value(node: fx.Node) -> Any:
     if not isinstance(constant, Tensor):
         raise CannotCut(
             f"{node.name} is a constant of the graph, a {type(constant).__name__}, which no piece can take. Compile it "
-            "with options={'inner': 'inductor'}."
+            "with options={'inner': 'inductor_whole'}."
         )
     node.meta["val"] = compat.fake_mode_of(node.graph).from_tensor(constant)
     return node.meta["val"]

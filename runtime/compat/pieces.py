@@ -191,14 +191,13 @@ def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: 
         with _as_pieces_are(FakeTensorMode(shape_env=ShapeEnv()), {}):
             compiled, _ = FxGraphCache.load_with_key(entry.key, [], [], True, None, False, constants, compares)
             if compiled is None:
-                _pieces.pop(key or "", None)
                 raise FXGraphCacheMiss(f"Inductor's cache no longer has piece {entry.key}")
             compiled.post_compile([], constants, _kwargs())
+        if key is not None:
+            _pieces[key] = piece
         return _runner(compiled), entry
 
     piece = CompiledPiece(key, strides, operators, load)
-    if key is not None:
-        _pieces[key] = piece
     return piece
 
 

@@ -291,12 +291,13 @@ def recordings_of_pieces(model: Any, inputs: list[Any], compile_graph: Any) -> l
     compiles = back._run_in_pieces
 
     def run_and_record(finish: Any, settings: Any, record: Any, module: Any) -> Any:
-        function = compiles(finish, settings, record, module)
+        code = compiles(finish, settings, record, module)
+        function = code.function()
         given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         source = "".join(linecache.getlines(function.__code__.co_filename))
         with compat.fake_mode_of(module.graph):
             recordings.append(_recorded(context.phase_of(module.graph).value, source, function, given))
-        return function
+        return code
 
     pieces = known_pieces._pieces
     known = dict(pieces)

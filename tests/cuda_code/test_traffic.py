@@ -55,7 +55,7 @@ def test_pieces_move_what_whole_graphs_move(facts: dict[str, Any], regions: Any,
 
     Besides, they copy the weight of a norm that is read again after its bucket was freed: one launch per border.
     """
-    whole, pieces = (facts["models"][f"{inner}, regions {regions}"] for inner in ("inductor", "pieces"))
+    whole, pieces = (facts["models"][f"{inner}, regions {regions}"] for inner in ("inductor_whole", "inductor"))
     assert pieces["products"] == whole["products"]
     assert pieces["bytes"] <= factor * whole["bytes"]
     assert pieces["launches"] <= whole["launches"] + 8

@@ -88,9 +88,9 @@ def of_layers(layers: int, options: dict[str, Any] | None, precision: str) -> Co
         with fake_ranks(RANKS):
             model = shard(model, units, setting, "cuda")
             compile_graph = lambda *graph: mfsdp(*graph, options=options)  # noqa: E731
-            if options.get("inner") == "pieces":
-                return cost(recordings_of_pieces(model, inputs, compile_graph))
-            return cost(recordings_of(model, inputs, compile_graph, True))
+            if options.get("inner") == "inductor_whole":
+                return cost(recordings_of(model, inputs, compile_graph, True))
+            return cost(recordings_of_pieces(model, inputs, compile_graph))
 
 
 def layer(options: dict[str, Any] | None, precision: str = "mixed") -> Cost:
@@ -184,7 +184,7 @@ def main() -> None:
     copies, by_operator = copies_of_fsdp2(make().layers[0])
     ways = {
         f"{inner}, regions {regions}": {"inner": inner, "regions": regions}
-        for inner in ("inductor", "pieces")
+        for inner in ("inductor", "inductor_whole")
         for regions in ("auto", False)
     }
     models_of_3 = {name: asdict(of_layers(3, options, "mixed")) for name, options in ways.items()}
@@ -192,8 +192,8 @@ def main() -> None:
         "not sharded": layer(None),
         "mfsdp compiled": layer({}),
         "mfsdp compiled, `regions` False": layer({"regions": False}),
-        "mfsdp compiled in pieces": layer({"inner": "pieces"}),
-        "mfsdp compiled in pieces, `regions` False": layer({"inner": "pieces", "regions": False}),
+        "mfsdp compiled whole": layer({"inner": "inductor_whole"}),
+        "mfsdp compiled whole, `regions` False": layer({"inner": "inductor_whole", "regions": False}),
         "FSDP2 compiled by block": of_block + copies,
         "FSDP2's hooks alone": copies,
     }

@@ -352,10 +352,9 @@ def test_a_mesh_of_this_ranks_alone() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [INDUCTOR, "pieces"])
 @on_ranks(4, timeout=600)
-def test_inductor(mode: str) -> None:
-    check_against(train_alone(), "2 x 2", mode, checkpointed=False)
+def test_inductor() -> None:
+    check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
 @pytest.mark.long_unless("*-eager")

@@ -1,12 +1,16 @@
-"""Pieces: the bits of whole graphs, whatever the program; compiled once for all layers and schedules."""
+"""Pieces: the numbers of whole graphs, whatever the program; compiled once for all layers and schedules."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import tempfile
 import traceback
 import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +34,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import pieces as known_pieces
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-PIECES = "pieces"
+WHOLE = "inductor_whole"
 
 
 class Constants(zoo.Plain):
@@ -85,9 +89,9 @@ del PROGRAMS["SparseGradients"]  # which Inductor cannot compile
 def test_numbers_of_whole_graphs(name: str) -> None:
     """Up to rounding: other kernels are fused. Products under autocast are rounded to bfloat16, of 8 bits."""
     data, relative = parity.batches(steps=2), 2**-7 if name == "Autocast" else 1e-5
-    whole = parity.train_sharded(PROGRAMS[name], INDUCTOR, data, parity.sgd)
+    whole = parity.train_sharded(PROGRAMS[name], WHOLE, data, parity.sgd)
     for options in ({}, {"regions": False}):
-        found = parity.train_sharded(PROGRAMS[name], PIECES, data, parity.sgd, **options)
+        found = parity.train_sharded(PROGRAMS[name], INDUCTOR, data, parity.sgd, **options)
         parity.assert_close(found, whole, relative)
 
 
@@ -98,7 +102,7 @@ def test_communication_buffers() -> None:
     data, sharding = parity.batches(steps=3), {"fsdp_double_buffer": True}
     whole = parity.train_sharded(zoo.Plain, INDUCTOR, data, parity.sgd)
     with poisoned(late=True):
-        found = parity.train_sharded(zoo.Plain, PIECES, data, parity.sgd, sharding=sharding)
+        found = parity.train_sharded(zoo.Plain, INDUCTOR, data, parity.sgd, sharding=sharding)
     parity.assert_bitwise(whole, found)
     for addresses in found.model.sharded.comm_buffers.addresses.values():
         assert len(set(addresses)) == len(addresses) <= 2
@@ -108,7 +112,7 @@ def pieces_of(layers: int, evaluates: bool = False, **options: Any) -> int:
     """Return how many pieces a model adds to those that are known."""
     torch._dynamo.reset()
     before = len(known_pieces._pieces)
-    model, call = parity.shard(parity.build(lambda: zoo.Plain(layers=layers)), PIECES, **options)
+    model, call = parity.shard(parity.build(lambda: zoo.Plain(layers=layers)), INDUCTOR, **options)
     loss = call(torch.ones(3, 8))
     loss.backward()
     torch.testing.assert_close(loss, parity.build(lambda: zoo.Plain(layers=layers))(torch.ones(3, 8)))
@@ -151,7 +155,7 @@ def test_sizes_that_change() -> None:
             return torch.cat([y, y[: y.shape[0] // 2 + 1]]) / y.shape[0]
 
     runs = {}
-    for mode in (AOT_EAGER, PIECES):
+    for mode in (AOT_EAGER, INDUCTOR):
         model: Any = fully_shard_model(parity.build(Sized), fsdp_unit_modules=[zoo.Block])
         call: Any = torch.compile(model, backend="mfsdp", options={"inner": mode}, dynamic=True)
         losses = []
@@ -159,7 +163,7 @@ def test_sizes_that_change() -> None:
             losses.append(call(torch.linspace(-1, 1, size * 8).view(size, 8) + dist.get_rank()))
             losses[-1].backward()
         runs[mode] = [*losses, *(param.grad.full_tensor() for param in model.parameters())]
-    for mine, expected in zip(runs[PIECES], runs[AOT_EAGER], strict=True):
+    for mine, expected in zip(runs[INDUCTOR], runs[AOT_EAGER], strict=True):
         torch.testing.assert_close(mine, expected)
 
 
@@ -169,7 +173,7 @@ def test_operators_that_take_graphs() -> None:
     data = parity.batches(steps=2)
     parity.assert_close(
         parity.train_sharded(Attention, AOT_EAGER, data, parity.sgd),
-        parity.train_sharded(Attention, PIECES, data, parity.sgd),
+        parity.train_sharded(Attention, INDUCTOR, data, parity.sgd),
     )
 
 
@@ -182,7 +186,7 @@ def test_a_collective_inside_of_an_operator_that_takes_graphs() -> None:
             both = lambda x: functional.all_reduce(x.detach(), "sum", dist.group.WORLD) + x  # noqa: E731
             return torch.cond(x.sum() > 0, both, lambda x: x.cos(), (x,))
 
-    _, call = parity.shard(parity.build(Inside), PIECES)
+    _, call = parity.shard(parity.build(Inside), INDUCTOR)
     with parity.raises_everywhere(Exception, "a collective runs inside of an operator that takes graphs"):
         call(torch.ones(3, 8))
 
@@ -191,7 +195,7 @@ def test_a_collective_inside_of_an_operator_that_takes_graphs() -> None:
 @on_ranks(2, timeout=300)
 def test_another_backward() -> None:
     """What forward saved is not written to."""
-    model, call = parity.shard(parity.build(zoo.Plain), PIECES)
+    model, call = parity.shard(parity.build(zoo.Plain), INDUCTOR)
     loss = call(torch.ones(3, 8))
     loss.backward(retain_graph=True)
     once = [param.grad.full_tensor() for param in model.parameters()]
@@ -236,26 +240,89 @@ def test_tracebacks_have_the_line() -> None:
     assert frame.line == "cat_default = op_cat([sin_default, arguments])"
 
 
+@contextlib.contextmanager
+def caching() -> Iterator[Path]:
+    """Context in which torch's caches are a folder that all ranks share."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    with (
+        functorch_config.patch(enable_autograd_cache=True),
+        inductor_config.patch(fx_graph_cache=True),
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder[0]),
+    ):
+        yield Path(folder[0])
+    dist.barrier()
+
+
+def started(call: Callable[[], Any]) -> tuple[list[Any], dict[str, int]]:
+    """Run a step as a new process would: without the pieces of this one.
+
+    Returns:
+        What it returned, and how many graphs AOTAutograd's cache had (hit), and got (saved).
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    known_pieces._pieces.clear()
+    counters["aot_autograd"].clear()
+    found = call()
+    asked = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "saved")}
+    return found, {name: count for name, count in asked.items() if count}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@on_ranks(2, timeout=300)
+def test_a_second_start_compiles_nothing(dynamic: bool) -> None:
+    """Unless a piece is gone from the disk, or an option or a static size differs."""
+
+    def step(size: int = 3, **options: Any) -> list[Any]:
+        model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+        loss = torch.compile(model, backend="mfsdp", options=options, dynamic=dynamic)(torch.ones(size, 8))
+        loss.backward()
+        return [loss, *(param.grad.full_tensor() for param in model.parameters())]
+
+    def forget(what: str) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for each in folder.glob(what):
+                shutil.rmtree(each)
+        dist.barrier()
+
+    with caching() as folder:
+        expected, asked = started(step)
+        assert asked == {"saved": 1}
+        found, asked = started(step)
+        assert asked == {"hit": 1}
+        assert all(map(torch.equal, found, expected))
+        forget("fxgraph")
+        found, asked = started(step)
+        assert asked == {"saved": 1}
+        assert all(map(torch.equal, found, expected))
+        found, asked = started(lambda: step(prefetch=0))
+        assert asked == {"saved": 1}
+        assert all(map(torch.equal, found, expected))
+        (loss, *_), asked = started(lambda: step(5))
+        assert asked == ({"hit": 1} if dynamic else {"saved": 1})
+        torch.testing.assert_close(loss, parity.build(zoo.Plain)(torch.ones(5, 8)))
+
+
 @on_ranks(2, timeout=300)
 def test_ranks_of_a_machine_share_the_work() -> None:
     """Each piece is compiled by one rank, and loaded by the other."""
-    import torch._inductor.config as inductor_config
     from torch._dynamo.utils import counters
 
     class Own(zoo.Plain):
         def __init__(self) -> None:
             super().__init__(width=12)  # pieces that no other test has
 
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
     counters["inductor"].clear()
     known = set(known_pieces._pieces)
-    with (
-        inductor_config.patch(fx_graph_cache=True),
-        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder[0]}/cache"),
-    ):
+    with caching():
         model: Any = fully_shard_model(parity.build(Own), fsdp_unit_modules=[zoo.Block])
-        torch.compile(model, backend="mfsdp", options={"inner": PIECES})(torch.ones(3, 8)).backward()
+        torch.compile(model, backend="mfsdp", options={"inner": INDUCTOR})(torch.ones(3, 8)).backward()
     counted: list[Any] = [None, None]
     mine = counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
     dist.all_gather_object(counted, mine)
@@ -274,7 +341,7 @@ def test_claims_of_ranks_that_do_not_compile() -> None:
         raise ValueError("not for this machine")
 
     ran: list[str] = []
-    piece = compat.CompiledPiece(key, (), 1, fails if not other else lambda: ran.append("") or list)  # type: ignore[func-returns-value]
+    piece = compat.CompiledPiece(key, (), 1, fails if not other else lambda: (ran.append("") or list, None))  # type: ignore[func-returns-value]
     with mock.patch.object(Claims, "of_this_rank", return_value=claims):
         if not other:
             with pytest.raises(ValueError, match="not for this machine"):
