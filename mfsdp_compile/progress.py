@@ -31,6 +31,7 @@ class _Work:
         self.is_told = True
         self.steps: list[tuple[str, float]] = []
         self.detail = ""
+        self.is_in_one_step = False
         self._ended = threading.Event()
         self._began = time.monotonic()
         self._teller = threading.Thread(target=self._tell, name="mfsdp-progress", daemon=True)
@@ -110,7 +111,28 @@ def step(name: str, detail: str = "") -> None:
     Args:
         detail: How far the step has come. It may be given again for the same step.
     """
-    if _running is not None:
+    if _running is not None and not _running.is_in_one_step:
         if not _running.steps or _running.steps[-1][0] != name:
             _running.steps.append((name, time.monotonic()))
         _running.detail = detail
+
+
+@contextlib.contextmanager
+def one_step(name: str, detail: str = "") -> Iterator[None]:
+    """Tell about everything inside as about one step."""
+    step(name, detail)
+    work = _running
+    if work is None:
+        yield
+        return
+    work.is_in_one_step = True
+    try:
+        yield
+    finally:
+        work.is_in_one_step = False
+
+
+def tell(line: str) -> None:
+    """Write a line on stderr, on rank 0, unless progress is switched off."""
+    if (not dist.is_initialized() or dist.get_rank() == 0) and os.environ.get("MFSDP_PROGRESS") != "0":
+        sys.stderr.write(f"mfsdp: {line}\n")

@@ -91,6 +91,8 @@ class CompileRecord:
         prediction: Inputs for predictions; None: nothing is predicted.
         meeting: Meeting in which ranks agree on decisions; None: there are no other ranks.
         absent: Units of the model that the graph does not use.
+        explores: Whether :attr:`plan` is to be made.
+        plan: Outlines of the training graphs before they are scheduled, if a schedule was looked for.
         regions: Regions of the graph.
         inlined: Units that are in no region, each with the reason.
         user_outputs: Number of the forward graph's user outputs. Its other outputs are saved for backward.
@@ -100,6 +102,7 @@ class CompileRecord:
         schedules: Schedules of the finished graphs.
         events: Events of the finished graphs, for the simulator.
         unpredicted: Why a graph has no events.
+        pieces: Pieces of the finished graphs.
     """
 
     context: Context
@@ -109,6 +112,8 @@ class CompileRecord:
     prediction: Prediction | None = None
     meeting: Meeting | None = None
     absent: tuple[str, ...] = ()
+    explores: bool = False
+    plan: StepOutlines | None = None
     regions: list[RegionBody] = field(default_factory=list)
     inlined: dict[str, str] = field(default_factory=dict)
     user_outputs: int = 0
@@ -118,6 +123,7 @@ class CompileRecord:
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
     events: dict[Phase, list[Event]] = field(default_factory=dict)
     unpredicted: dict[Phase, str] = field(default_factory=dict)
+    pieces: list[compat.CompiledPiece] = field(default_factory=list, repr=False)
     _chunked: tuple[Report, ...] = field(default=(), repr=False)
     _saved: Saved = field(default_factory=dict, repr=False)
     _agreed: tuple[Report, ...] = field(default=(), repr=False)
@@ -265,9 +271,13 @@ def partitioned(
     joint: fx.GraphModule, record: CompileRecord, user_outputs: int, partition: Partition
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Run the passes over a joint graph, partition it into forward and backward, and run those that change both."""
-    if needs_decisions(record):
+    if needs_decisions(record) or (record.explores and record.plan is None):
         # What stays gathered must be decided before the partition, but depends on the graphs that the partition makes.
-        decide(trial(compat.copy_graph_module(joint), record, user_outputs, partition), record, user_outputs)
+        graphs = trial(compat.copy_graph_module(joint), record, user_outputs, partition)
+        record.plan = _plan(graphs, record, user_outputs)
+    if needs_decisions(record):
+        assert record.plan is not None
+        decide(record.plan, record)
     _prepare_joint(joint.graph, record, user_outputs)
     if (part := record.context.policy.activation_budgets[0]) < 1:
         where = "each region" if record.regions else "the graph"
@@ -313,7 +323,13 @@ def needs_decisions(record: CompileRecord) -> bool:
     return prediction is not None and prediction.text is None and record.context.policy.is_solved
 
 
-def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs: int) -> None:
+def _plan(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs: int) -> StepOutlines:
+    assert record.prediction is not None
+    costs = record.prediction.costs
+    return StepOutlines(outlines_of(graphs, record.context, costs, user_outputs), record.context, costs)
+
+
+def decide(plan: StepOutlines, record: CompileRecord) -> None:
     """Find a schedule for graphs that are not scheduled yet.
 
     Raises:
@@ -339,7 +355,7 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
             "names another one, 'memory_budget' another bound)"
         )
     problem = Problem(
-        StepOutlines(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
+        plan,
         prediction.optimizer,
         budget,
         prefetch=None if policy.prefetch == "auto" else policy.prefetch,
@@ -369,7 +385,7 @@ def decide_inference(graph: fx.Graph, record: CompileRecord) -> None:
         # The body of a region gathers nothing: its buckets are whole.
         gathered = any(info.exchange.gather_group for info in record.context.buckets)
         if any(gather.start is not None or not gathered for gather in roles.gathers(graph)):
-            decide({Phase.INFERENCE: graph}, record, user_outputs=0)
+            decide(_plan({Phase.INFERENCE: graph}, record, user_outputs=0), record)
 
 
 def decision_digest(record: CompileRecord) -> str | None:
@@ -419,7 +435,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
         if record.prediction is not None and record.prediction.text is not None:
             record.set_decisions(_from_text(record, record.prediction.text))
         elif needs_decisions(record) and record.solution is None:
-            decide({phase: graph}, record, user_outputs=0)
+            decide(_plan({phase: graph}, record, user_outputs=0), record)
         record.reports[phase] += record._agreed
     record.show(phase, graph)
     note_contract(graph, record.context, phase, record.user_outputs)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from .rank_meeting import RankMeeting
 from .region_graphs import trace
 from .shared_compiles import compile_together
 from .straight_line import Code
+from .tuning import FILE, CompiledGraph, NeedsOtherPieces, Tuning, candidates
 
 
 def mfsdp(
@@ -76,7 +78,7 @@ def mfsdp(
                 'backend="mfsdp" compiles a model that is not sharded, and this process has no sharded model: every '
                 "rank would train alone. Call fully_shard_model first.",
             )
-        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
+        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None, None)
 
         def run_alone(*args: Any) -> Any:
             outputs = alone(*args)
@@ -92,33 +94,20 @@ def mfsdp(
     served = not steers and all(owner.eager.is_in_window for owner in owners)
     if not served:
         chosen = chosen.with_defaults_of(owners, _hold_all(buckets, owners))
-    refused: dict[str, str] = {}
-    budgets = chosen.schedule.activation_budgets
+    compiles = functools.partial(_compile_graph, gm, example_inputs, shells, served)
     with (
         _reporting_errors(buckets),
         compat.without_collection(),
         progress.working(_described(buckets, served), chosen.progress),
     ):
-        while True:
-            progress.step("passes and AOTAutograd")
-            copied = compat.copy_graph_module(gm)
-            policy = replace(chosen.schedule, activation_memory_budget=budgets[0])
-            record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused, policy)
-            try:
-                compiled = _compile_inner(copied, inputs, chosen, record)
-                break
-            except compat.NotARegion as error:
-                refused |= {unit: error.reason for unit in record.units_of(error.region)}
-            except AgreedOtherwise as error:
-                budgets = (error.budget,)
-            except BudgetError as error:  # on all ranks alike
-                if len(budgets) == 1 or error.is_outgrown or not record.regions:
-                    raise
-                budgets = budgets[1:]
+        tunes = _tunes(chosen, buckets, owners)
+        compiled = compiles(chosen, tunes)
+        tuning = _tuning(compiled, compiles, chosen, owners) if tunes else None
     for owner in owners:
-        owner.compiled_graphs.append(record)
+        owner.compiled_graphs.append(compiled.record)
 
     def run_served(*args: Any) -> Any:
+        call = compiled.call
         handles = call.handles(args)
         owners = models_of(handle.bucket for handle in handles)
         with contextlib.ExitStack() as stack:
@@ -128,13 +117,14 @@ def mfsdp(
             backwards, tensors, rest = call.serve(args)
             graphs = GraphRun(backwards, str(chosen))
             with graphs.expecting_graph():
-                outputs = compiled(*tensors, *rest)
+                outputs = compiled.run(*tensors, *rest)
             graphs.watch_backward(outputs)
             hand_out(outputs, args)
         return outputs
 
     def run(*args: Any) -> Any:
-        buckets, backwards, tensors, rest = call.exchange(args)
+        graph = tuning.current() if tuning is not None else compiled
+        buckets, backwards, tensors, rest = graph.call.exchange(args)
         owners = models_of(buckets)
         for owner in owners:
             owner.forget_old_code()
@@ -144,7 +134,7 @@ def mfsdp(
                 for owner in owners:
                     stack.enter_context(owner.eager.saved.for_compiled_code())
                 stack.enter_context(graphs.expecting_graph())
-                outputs = compiled(*tensors, *rest)
+                outputs = graph.run(*tensors, *rest)
             graphs.watch_backward(outputs)
             hand_out(outputs, args)
             return outputs
@@ -158,6 +148,97 @@ def mfsdp(
             )
 
     return run_served if served else run
+
+
+def _compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    shells: Mapping[int, ParamHandle],
+    served: bool,
+    chosen: CompileOptions,
+    explores: bool = False,
+    first: CompiledGraph | None = None,
+    seconds: float | None = None,
+) -> CompiledGraph:
+    """Compile one of Dynamo's graphs.
+
+    Args:
+        explores: Whether other schedules are looked for.
+        first: What was compiled with another schedule, whose pieces this one consists of, too.
+        seconds: Predicted seconds of a step.
+
+    Raises:
+        NeedsOtherPieces: It needs other pieces.
+    """
+    refused = dict(first.refused) if first is not None else {}
+    known = set(first.record.pieces) if first is not None else None
+    budgets = chosen.schedule.activation_budgets
+    while True:
+        progress.step("passes and AOTAutograd")
+        copied = compat.copy_graph_module(gm)
+        policy = replace(chosen.schedule, activation_memory_budget=budgets[0])
+        record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused, policy)
+        record.explores = explores
+        record.plan = first.record.plan if first is not None else None
+        try:
+            run = _compile_inner(copied, inputs, chosen, record, known)
+            return CompiledGraph(record, call, run, chosen.schedule, seconds, refused)
+        except compat.NotARegion as error:
+            refused |= {unit: error.reason for unit in record.units_of(error.region)}
+        except AgreedOtherwise as error:
+            budgets = (error.budget,)
+        except BudgetError as error:  # on all ranks alike
+            if len(budgets) == 1 or error.is_outgrown or not record.regions:
+                raise
+            budgets = budgets[1:]
+
+
+def _tunes(chosen: CompileOptions, buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool:
+    """Whether the schedule of a graph is tuned.
+
+    Raises:
+        ValueError: It trains a part of a model, or several models.
+    """
+    if not chosen.tune or chosen.report or torch.are_deterministic_algorithms_enabled() or not torch.is_grad_enabled():
+        return False
+    if len(owners) > 1 or not _hold_all(buckets, owners):
+        what = "several models" if len(owners) > 1 else "a part of the model"
+        raise ValueError(
+            f"options['tune'] measures steps of a model in one graph, and this graph holds {what}. Compile with "
+            "fullgraph=True to see what breaks the graph (or use mfsdp_compile.explain), or leave the option out."
+        )
+    return True
+
+
+def _tuning(
+    first: CompiledGraph,
+    compiles: Callable[..., CompiledGraph],
+    chosen: CompileOptions,
+    owners: Sequence[ShardedModel],
+) -> Tuning:
+    """Compile the schedules that are to be tried."""
+    (owner,) = owners
+    device, prediction = owner.buckets[0].device, first.record.prediction
+    assert prediction is not None
+    graphs, others = [first], 0
+    portions, group = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), owner.topology.gather_group
+    reshards = [True, False]
+    if group is not None and 1 < portions < group.size and group.size % portions == 0:
+        reshards.append(portions)
+    found = candidates(first.record, prediction, chosen.given, reshards)
+    if first.record.plan is not None:
+        usual = first.record.plan.timeline(first.record.decisions, prediction.optimizer)
+        graphs = [replace(first, seconds=usual.seconds)]
+    for number, each in enumerate(found, 1):
+        options = replace(chosen, schedule=each.policy)
+        with progress.one_step("schedules to try", f"{number} of {len(found)}"):
+            try:
+                graphs.append(compiles(options, explores=True, first=first, seconds=each.seconds))
+            except NeedsOtherPieces:
+                others += 1
+    left_out = [f"{others} more were not tried: they need other pieces, whose numbers would differ by rounding"]
+    where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
+    return Tuning(graphs, owner, device, left_out if others else [], where, chosen.progress)
 
 
 def _hold_all(buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool:
@@ -355,7 +436,11 @@ def find_shells(gm: fx.GraphModule) -> dict[int, ParamHandle]:
 
 
 def _compile_inner(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.CompileRecord | None
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: CompileOptions,
+    record: pipeline.CompileRecord | None,
+    known: Set[compat.CompiledPiece] | None,
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -408,7 +493,7 @@ def _compile_inner(
             patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if options.cuts:
-        run = functools.partial(_run_in_pieces, finish_all, settings, record)
+        run = functools.partial(_run_in_pieces, finish_all, settings, record, known)
         return compat.compile_around(gm, inputs, patches, run, is_cached=uuid() is not None)
     if record is not None:
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
@@ -419,6 +504,7 @@ def _run_in_pieces(
     finish: Callable[[fx.GraphModule], None],
     settings: dict[str, Any],
     record: pipeline.CompileRecord | None,
+    known: Set[compat.CompiledPiece] | None,
     module: fx.GraphModule,
 ) -> Code:
     """Finish a graph, and compile its pieces.
@@ -426,6 +512,10 @@ def _run_in_pieces(
     Args:
         settings: Settings of Inductor.
         record: Gets a report of them, if there is one.
+        known: Pieces that it may consist of; None: all.
+
+    Raises:
+        NeedsOtherPieces: It needs other ones.
     """
     finish(module)
     begun, phase = time.perf_counter(), phase_of(module.graph)
@@ -435,8 +525,12 @@ def _run_in_pieces(
 
     program = cut(module, prepared)
     compat.report_strides(module.graph)
-    compile_together(program.code.pieces(), f"Inductor, {phase.value}")
+    pieces = program.code.pieces()
+    if known is not None and not known.issuperset(pieces):
+        raise NeedsOtherPieces
+    compile_together(pieces, f"Inductor, {phase.value}")
     if record is not None:
+        record.pieces += pieces
         told = Report("pieces", program.described(), time.perf_counter() - begun)
         record.reports.setdefault(phase, []).append(told)
     return program.code
@@ -452,7 +546,8 @@ def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -
     context, decided = "", ""
     identities = options.pass_identities()
     if record is not None:
-        if record.observer is not None or options.report or (digest := pipeline.decision_digest(record)) is None:
+        observes = record.observer is not None or options.report or record.explores
+        if observes or (digest := pipeline.decision_digest(record)) is None:
             return None
         context, decided = record.context.signature, digest
     if identities is None:

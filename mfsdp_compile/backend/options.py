@@ -75,6 +75,10 @@ class CompileOptions:
             is None, nothing is cached.
         verify: ``"once"``: verify graphs after all built-in passes have run. ``"each"``: after each pass. The
             environment variable ``MFSDP_VERIFY`` sets the default.
+        tune: Try several schedules in the first steps of training, at most 30, and keep the fastest one; see
+            :mod:`.tuning`. Rank 0 writes it to a file, with what was tried: the given path, or
+            ``"mfsdp_schedule.txt"`` for True. Numbers for the schedule that are given stay as they are. Off with
+            :func:`mfsdp_compile.deterministic`.
         progress: Whether rank 0 tells on stderr about compilations that take longer than 5 s.
         given: Names of the options for the schedule that were given.
     """
@@ -95,6 +99,7 @@ class CompileOptions:
     inductor: tuple[tuple[str, Any], ...] = ()
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
+    tune: bool | str = False
     progress: bool = True
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
@@ -111,7 +116,8 @@ class CompileOptions:
     @property
     def steers_schedule(self) -> bool:
         """Whether anything is asked of graphs that needs their gathers and reductions to be inside."""
-        return self.schedule != SchedulePolicy() or self.text is not None or self.report or bool(self.passes)
+        needs_graph = self.text is not None or self.report or bool(self.passes) or bool(self.tune)
+        return self.schedule != SchedulePolicy() or needs_graph
 
     @staticmethod
     def names() -> set[str]:
@@ -215,6 +221,15 @@ class CompileOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"options['{name}'] takes True or False, got {value!r}")
         _check_fp8(self.fp8_matmul, self.fp8_wgrad, self.fp8_filter)
+        if not isinstance(self.tune, (bool, str)) or self.tune == "":
+            raise TypeError(f"options['tune'] takes True, False or the path of a file to write, got {self.tune!r}")
+        if self.tune and self.inner == "inductor_whole":
+            raise ValueError(
+                "options['tune'] tries several schedules, and with options['inner'] 'inductor_whole' each would be "
+                "compiled anew. Use 'inductor', which compiles pieces, or 'aot_eager'."
+            )
+        if self.tune and self.text is not None:
+            raise ValueError("options['tune'] looks for a schedule, and options['schedule'] is one: pass only one.")
         if not isinstance(self.regions, bool) and self.regions != "auto":
             raise TypeError(f"options['regions'] takes True, False or 'auto', got {self.regions!r}")
         if self.verify not in VERIFY:

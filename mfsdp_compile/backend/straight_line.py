@@ -63,7 +63,7 @@ class Code:
         return self._function
 
     def not_picklable(self) -> str | None:
-        """Return the type of a constant that cannot be pickled, in this graph or in one that it calls, if there is one."""
+        """Return the type of a constant that cannot be pickled, here or in a graph that is called, if there is one."""
         others = (callee.not_picklable() for callee in self.callees.values() if isinstance(callee, Code))
         mine = (type(value).__name__ for value in self.constants.values() if not isinstance(value, _PICKLABLE))
         return next((kind for kind in (*mine, *others) if kind is not None), None)

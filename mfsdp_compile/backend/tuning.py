@@ -1,0 +1,377 @@
+"""``options={"tune": True}``: choose among schedules by measuring them, in the first steps of training itself.
+
+A schedule changes no bits and, in pieces, compiles nothing. Therefore several are made at once and tried one after the
+other, each for steps that count. All ranks run the same schedule in the same step; after each round they exchange what
+they have measured.
+
+1. Candidates: the schedule that trains without tuning; the solver's; and others of a grid of prefetch, reductions in
+   flight and what stays gathered, as different as possible, of those that fit in memory by their prediction.
+2. Rounds: all candidates run for one step each, then the better ones again, and so on. A candidate's time is the
+   shortest of its steps, each on its slowest rank: whatever else runs on a machine only makes steps longer. This is
+   successive halving (Jamieson and Talwalkar, https://arxiv.org/abs/1502.07943).
+3. The fastest one stays, and is written to a file for ``options={"schedule": path}``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mfsdp_compile import progress
+from mfsdp_compile.passes.context import Report
+from mfsdp_compile.passes.pipeline import CompileRecord, Prediction, usable_budget
+from mfsdp_compile.passes.solver.solve import solve
+from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.ranks.agreement import has_others
+from mfsdp_compile.runtime.ranks.digests import digest
+from mfsdp_compile.runtime.schedule.file import ScheduleText
+from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+from mfsdp_compile.runtime.untrusted_files import write_text
+
+from .arguments import GraphArguments
+
+FILE = "mfsdp_schedule.txt"
+"""The file that ``options={"tune": True}`` writes, in the current folder."""
+MOST = 8
+"""Maximum number of candidates."""
+ROUNDS = ((MOST, 1), (5, 2), (3, 3))
+"""How many candidates are in each round, and how many steps each of them runs: 27 in all. The first one is in every
+round, since others are compared with it."""
+RETRIES = 2
+"""Maximum number of steps that are measured again because they took :data:`OUTLIER` times as long as most."""
+OUTLIER = 3.0
+PREFETCH = (0, 1, 2, 3, 4)
+IN_FLIGHT = (1, 2, 3, 4)
+
+
+class NeedsOtherPieces(Exception):
+    """A schedule divides graphs into other pieces. Their numbers would differ by rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph:
+    """One of Dynamo's graphs, compiled with a schedule.
+
+    Args:
+        record: The passes' record.
+        call: Converts the arguments of Dynamo's graph.
+        run: Runs it.
+        policy: Numbers of the schedule.
+        seconds: Predicted seconds of a step; None: it was not predicted.
+        refused: Units that are in no region, each with the reason, which was found while they were traced.
+    """
+
+    record: CompileRecord
+    call: GraphArguments
+    run: Callable[..., Any]
+    policy: SchedulePolicy
+    seconds: float | None
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Numbers of a schedule to try.
+
+    Args:
+        seconds: Predicted seconds of a step.
+    """
+
+    policy: SchedulePolicy
+    seconds: float
+
+
+def label_of(policy: SchedulePolicy) -> str:
+    if policy.is_solved:
+        return "the solver's"
+    reshard = policy.reshard_after_forward
+    stays = f"portions of {reshard}" if policy.portions else "gathered again" if reshard else "all stays"
+    return f"prefetch {policy.prefetch}, {policy.reductions_in_flight} in flight, {stays}"
+
+
+def candidates(
+    record: CompileRecord, prediction: Prediction, given: Iterable[str], reshards: Sequence[bool | int]
+) -> list[Candidate]:
+    """Return the schedules to try besides the one that was compiled. A collective.
+
+    Args:
+        record: Of the schedule that was compiled.
+        given: Names of the numbers that the user has set. They stay as they are.
+        reshards: Values of ``reshard_after_forward`` to try.
+    """
+    plan = record.plan
+    if plan is None:  # the graph has no backward
+        return []
+    grid = list(_grid(record.context.policy, frozenset(given), reshards))
+    mine = _offers(plan, prediction, grid)
+    first = "\n".join(_effect(plan, record.decisions))
+
+    def combine(offers: Sequence[Any]) -> list[tuple[int, float]]:
+        """Take what fits on all ranks, at the time of the slowest one."""
+        seen, found = {digest([first])}, []
+        for number, theirs in enumerate(zip(*offers, strict=True)):
+            if all(each is not None for each in theirs) and theirs[0][1] not in seen:
+                seen.add(theirs[0][1])
+                found.append((number, max(seconds for seconds, _ in theirs)))
+        return found
+
+    if record.meeting is None:
+        fitting = combine([mine])
+    else:
+        fitting = record.meeting.meet("schedules to try", [str(len(mine))], mine, combine, again=False)
+    return _spread([Candidate(grid[number], seconds) for number, seconds in fitting])[: MOST - 1]
+
+
+def _grid(policy: SchedulePolicy, given: frozenset[str], reshards: Sequence[bool | int]) -> Iterable[SchedulePolicy]:
+    def values(name: str, several: Sequence[Any]) -> Sequence[Any]:
+        value = getattr(policy, name)
+        return (value,) if name in given and value != "auto" else several
+
+    if not policy.is_solved and not given & {"prefetch", "reshard_after_forward"}:
+        yield replace(policy, prefetch="auto", reshard_after_forward="auto")
+    for reshard, prefetch, in_flight in itertools.product(
+        values("reshard_after_forward", reshards),
+        values("prefetch", PREFETCH),
+        values("reductions_in_flight", IN_FLIGHT),
+    ):
+        yield replace(
+            policy,
+            memory_budget=None,
+            reshard_after_forward=reshard,
+            prefetch=prefetch,
+            reductions_in_flight=in_flight,
+        )
+
+
+def _offers(
+    plan: StepOutlines, prediction: Prediction, grid: Sequence[SchedulePolicy]
+) -> list[tuple[float, str] | None]:
+    """Predict a step with each schedule: its seconds, and a digest of what it decides; None: it does not fit."""
+    budget = usable_budget(plan.context.policy, prediction.costs.hardware.memory_bytes)
+    found: list[tuple[float, str] | None] = []
+    for policy in grid:
+        other = StepOutlines(plan.outlines, replace(plan.context, policy=policy), plan.costs)
+        if policy.is_solved:
+            decisions = solve(other, prediction.optimizer, budget).decisions
+        else:
+            decisions = other.decisions_by_policy()
+        timeline = other.timeline(decisions, prediction.optimizer)
+        fits = timeline.peak_bytes <= budget
+        found.append((timeline.seconds, digest(_effect(other, decisions))) if fits else None)
+    return found
+
+
+def _effect(plan: StepOutlines, decisions: Any) -> list[str]:
+    return [line for phase, lines in plan.lines(decisions).items() for line in (phase.value, *lines)]
+
+
+def _spread(found: Sequence[Candidate]) -> list[Candidate]:
+    """Order candidates so that the first ones differ most, those that are predicted to be fast before others.
+
+    First comes the fastest for each value of each number, then all others.
+    """
+    ordered = sorted(found, key=lambda each: (not each.policy.is_solved, each.seconds))
+    first: dict[Any, Candidate] = {}
+    for each in ordered:
+        policy = each.policy
+        for value in (
+            ("stays", policy.reshard_after_forward),
+            ("prefetch", policy.prefetch),
+            ("in flight", policy.reductions_in_flight),
+        ):
+            first.setdefault(value, each)
+    leading = sorted(set(first.values()), key=ordered.index)
+    return [*leading, *(each for each in ordered if each not in leading)]
+
+
+@dataclass
+class Race:
+    """Which candidate runs in each step, and which one is fastest.
+
+    Args:
+        count: Number of candidates. The first one runs before the race begins.
+
+    Attributes:
+        times: Seconds of the steps of each candidate on its slowest rank.
+        queue: Candidates that are still to run in this round, one step each.
+    """
+
+    count: int
+    times: list[list[float]] = field(default_factory=list)
+    queue: list[int] = field(default_factory=list)
+    _mine: list[tuple[int, float]] = field(default_factory=list)
+    _round: int = 0
+    _retries: int = RETRIES
+
+    def __post_init__(self) -> None:
+        self.times = [[] for _ in range(self.count)]
+        self._fill()
+
+    def _fill(self) -> None:
+        most, steps = ROUNDS[self._round]
+        kept = self.ranking()[:most]
+        self.queue = (kept if 0 in kept else [*kept[:-1], 0]) * steps
+
+    def ranking(self) -> list[int]:
+        """Return the candidates, the fastest first; those that were dropped in earlier rounds last."""
+        return sorted(range(self.count), key=lambda n: (-len(self.times[n]), min(self.times[n], default=0.0), n))
+
+    def note(self, seconds: float) -> None:
+        """Note the seconds of a step of the first candidate of the queue on this rank."""
+        self._mine.append((self.queue.pop(0), seconds))
+
+    def end_round(self, exchange: Callable[[list[float]], list[float]]) -> bool:
+        """End a round, when the queue is empty. Return whether the race is over.
+
+        Args:
+            exchange: Takes this rank's seconds, and returns those of the slowest rank, which are the same on all ranks.
+        """
+        numbers = [number for number, _ in self._mine]
+        slowest, self._mine = exchange([seconds for _, seconds in self._mine]), []
+        usual = statistics.median([*itertools.chain(*self.times), *slowest])
+        for number, seconds in zip(numbers, slowest, strict=True):
+            if seconds > OUTLIER * usual and self._retries:
+                self._retries -= 1
+                self.queue.append(number)
+            else:
+                self.times[number].append(seconds)
+        if not self.queue:
+            self._round += 1
+            if self._round == len(ROUNDS) or self.count == 1:
+                return True
+            self._fill()
+        return False
+
+
+class Tuning:
+    """Runs candidates in turn, until the fastest one is known.
+
+    Args:
+        graphs: The candidates. The first one trains without tuning.
+        owner: The model.
+        device: Its device.
+        left_out: What was not tried, in words.
+        where: The file that the first rank writes.
+        tells: Whether the first rank tells on stderr what was found.
+    """
+
+    def __init__(
+        self,
+        graphs: Sequence[CompiledGraph],
+        owner: ShardedModel,
+        device: torch.device,
+        left_out: Sequence[str],
+        where: Path,
+        tells: bool,
+    ) -> None:
+        self._graphs, self._owner, self._device = list(graphs), owner, device
+        self._left_out, self._where, self._tells = left_out, where, tells
+        self._race = Race(len(graphs))
+        self._running, self._step, self._steps = 0, -1, -1
+        self._begun = 0.0
+        self.chosen: CompiledGraph | None = None if len(graphs) > 1 else graphs[0]
+
+    def current(self) -> CompiledGraph:
+        """Return what runs now. Called before each forward.
+
+        Raises:
+            RuntimeError: A step is being captured; or ranks cannot exchange what they have measured.
+        """
+        if self.chosen is not None:
+            return self.chosen
+        coordinator = self._owner.coordinator
+        if coordinator.is_capturing:
+            raise RuntimeError(
+                f"options['tune'] is measuring schedules (step {self._steps + 1}), and a step is being captured, which "
+                "would keep one of them for good. Train without capturing until the schedule is found, and give the "
+                f"file that is then written: options={{'schedule': '{self._where}'}}."
+            )
+        if coordinator.steps == self._step:
+            return self._graphs[self._running]  # another microbatch of the same step
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds, follows = time.perf_counter() - self._begun, coordinator.steps == self._step + 1
+        self._step, self._steps = coordinator.steps, self._steps + 1
+        if self._steps > 1 and follows:  # the first step has first calls in it
+            self._race.note(seconds)
+            if not self._race.queue:
+                self._end_round()
+        if self._steps:
+            self._running = self._race.queue[0] if self._race.queue else self._race.ranking()[0]
+        self._begun = time.perf_counter()
+        return self.chosen or self._graphs[self._running]
+
+    def _end_round(self) -> None:
+        try:
+            is_over = self._race.end_round(self._exchange)
+        except BaseException:
+            self.chosen = self._graphs[0]
+            raise
+        if is_over:
+            self._finish()
+
+    def _exchange(self, seconds: list[float]) -> list[float]:
+        owner = self._owner
+        if not has_others(owner.members.agreeing):
+            return seconds
+        lines = [f"options['tune']: {len(seconds)} steps were measured before step {self._step}"]
+        slowest: list[float] = owner.coordinator.conclude("measured schedules", lines, seconds, _slowest)
+        return slowest
+
+    def _finish(self) -> None:
+        ranking = self._race.ranking()
+        self.chosen = chosen = self._graphs[ranking[0]]
+        lines = self._lines(ranking)
+        records = self._owner.compiled_graphs
+        records[:] = [chosen.record if each is self._graphs[0].record else each for each in records]
+        chosen.record.reports.setdefault(None, []).append(Report("tune", lines))
+        self._graphs.clear()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._write(str(ScheduleText.of(chosen.record.schedules)) + "".join(f"# {line}\n" for line in lines))
+            if self._tells:
+                progress.tell(f"{lines[0]}. Written to {self._where}.")
+
+    def _write(self, text: str) -> None:
+        write_text(self._where, text)
+
+    def _lines(self, ranking: Sequence[int]) -> list[str]:
+        """Say what was found, in a line; then what was tried."""
+        best = {number: min(self._race.times[number]) for number in ranking}
+        graphs = self._graphs
+        predicted = min(ranking, key=lambda number: (self._predicted(number), not graphs[number].policy.is_solved))
+        found = [f"tuned the schedule in {self._steps} steps: {best[ranking[0]]:.4g} s with {self._label(ranking[0])}"]
+        for number, what in ((0, "that trains without tuning"), (predicted, "predicted to be fastest")):
+            if number == ranking[0]:
+                found.append(f"it is the one {what}")
+            else:
+                more = best[number] / best[ranking[0]] - 1
+                found.append(f"{best[number]:.4g} s ({more:+.1%}) with the one {what}")
+        lines = ["; ".join(found)]
+        for number in ranking:
+            count = len(self._race.times[number])
+            lines.append(
+                f"{best[number]:.4g} s (shortest of {count}), predicted {self._predicted(number):.4g} s: "
+                f"{self._label(number)}"
+            )
+        return [*lines, *self._left_out]
+
+    def _predicted(self, number: int) -> float:
+        seconds = self._graphs[number].seconds
+        return seconds if seconds is not None else math.inf
+
+    def _label(self, number: int) -> str:
+        return label_of(self._graphs[number].policy)
+
+
+def _slowest(offers: Sequence[Sequence[float]]) -> list[float]:
+    return [max(each) for each in zip(*offers, strict=True)]
