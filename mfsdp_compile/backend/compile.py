@@ -31,6 +31,7 @@ from mfsdp_compile.passes import loss_chunks, pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Report, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.passes.solver.across_ranks import AgreedOtherwise
+from mfsdp_compile.passes.solver.kernels import kernels
 from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
@@ -520,8 +521,14 @@ def _run_in_pieces(
     finish(module)
     begun, phase = time.perf_counter(), phase_of(module.graph)
 
+    costs = record.costs if record is not None else None
+    seconds: dict[compat.CompiledPiece, float] = {}
+
     def prepared(piece: Piece) -> compat.CompiledPiece:
-        return compat.prepare_piece(piece.module, piece.inputs, settings)
+        predicted = sum(map(costs.kernel, kernels(piece.module.graph, True))) if costs is not None else 0.0
+        found = compat.prepare_piece(piece.module, piece.inputs, settings)
+        seconds.setdefault(found, predicted)
+        return found
 
     program = cut(module, prepared)
     compat.report_strides(module.graph)
@@ -531,7 +538,7 @@ def _run_in_pieces(
     compile_together(pieces, f"Inductor, {phase.value}")
     if record is not None:
         record.pieces += pieces
-        told = Report("pieces", program.described(), time.perf_counter() - begun)
+        told = Report("pieces", program.described(seconds), time.perf_counter() - begun)
         record.reports.setdefault(phase, []).append(told)
     return program.code
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import linecache
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.passes import roles
-from mfsdp_compile.report.numbers import bytes_text
+from mfsdp_compile.report.numbers import bytes_text, seconds_text
 from mfsdp_compile.runtime import compat
 
 Runner = Callable[[list[Any]], Any]
@@ -108,17 +108,24 @@ class Program:
         self._constants: dict[str, Any] = {}
         self._callees: dict[str, compat.CompiledPiece | Code] = {}
 
-    def described(self) -> list[str]:
-        """Return a line about all pieces, and one about each: how often it is called, and what a call takes."""
+    def described(self, seconds: Mapping[compat.CompiledPiece, float]) -> list[str]:
+        """Return a line about all pieces, and one about each: how often it is called, and what a call takes.
+
+        Args:
+            seconds: Predicted seconds of a call of each piece.
+        """
         of_piece: dict[compat.CompiledPiece, list[Call]] = {}
         for call in self._calls():
             if isinstance(call.callee, compat.CompiledPiece):
                 of_piece.setdefault(call.callee, []).append(call)
         lines = [f"{len(of_piece)} distinct pieces in {sum(map(len, of_piece.values()))} calls"]
         for number, (piece, calls) in enumerate(of_piece.items(), 1):
-            times = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
+            times = _count(len(calls), "call")
             moved = f"takes {bytes_text(_size(calls[0].takes))} and returns {bytes_text(_size(calls[0].returns))}"
-            lines.append(f"piece {number}: {times} of {piece.operators} operators; each {moved}")
+            lines.append(
+                f"piece {number}: {times} of {_count(piece.operators, 'operator')} in {_count(piece.launches, 'launch')}, "
+                f"{seconds_text(seconds[piece])} by prediction; each {moved}"
+            )
         return lines
 
     def _calls(self) -> list[Call]:
@@ -221,6 +228,10 @@ class Program:
         while name in self._taken:
             name += "_"
         return name
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _size(nodes: Sequence[Any]) -> int:

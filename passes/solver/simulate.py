@@ -454,6 +454,11 @@ class _Clock:
             self._computing = len(self.spans)
         self.spans.append(Span(stream, kind, name, stage, begin, end))
 
+    def _end_piece(self) -> None:
+        """Begin another span, if what runs between collectives is a piece."""
+        if self.context.in_pieces:
+            self._computing = -1
+
     def run(self, stage: Stage, events: Iterable[Event]) -> None:
         buckets = self.context.buckets
         running: dict[Collective, _Running] = {}
@@ -466,10 +471,12 @@ class _Clock:
                 self.free(event.category, event.bytes)
             elif isinstance(event, Start):
                 collective = event.collective
+                self._end_piece()
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage, unit)
             elif isinstance(event, Wait):
                 collective = event.collective
+                self._end_piece()
                 self.await_(stage, unit, running.pop(collective))
                 info = buckets[collective.bucket]
                 self.work(stage, unit or info.unit, collective.after)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from .version import TORCH_VERSION
 
 __all__ = [
+    "CompiledCode",
     "CompiledPiece",
     "compile_around",
     "picklable_operator",
@@ -92,6 +94,32 @@ class _Entry:
     guards: str | None
 
 
+@dataclass(frozen=True)
+class CompiledCode:
+    """What Inductor has made of a graph.
+
+    Args:
+        run, entry, launches: See :class:`CompiledPiece`.
+    """
+
+    run: Callable[[list[Any]], Any]
+    entry: _Entry | None = None
+    launches: int = 0
+
+    @staticmethod
+    def of(compiled: Any) -> CompiledCode:
+        key = getattr(compiled, "_fx_graph_cache_key", None)
+        entry = _Entry(key, compiled.guards_expr) if key is not None else None
+        body = compiled.source_code.partition("def call(")[2].partition("def benchmark_compiled_module")[0]
+        return CompiledCode(getattr(compiled, "current_callable", None) or compiled, entry, len(_LAUNCH.findall(body)))
+
+
+_LAUNCH = re.compile(
+    r"^ +(?:\w+(?:, \w+)* = )?(?:\w+\.run|cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.\w+\.\w+\.\w+)\(", re.MULTILINE
+)
+"""A launch in the code that Inductor generates."""
+
+
 @dataclass(eq=False)
 class CompiledPiece:
     """A graph without collectives that Inductor compiles.
@@ -102,24 +130,26 @@ class CompiledPiece:
         key: Its key, by which this process and others know it; None: it depends on sizes of the graph that it is in.
         strides: Strides of what it returns; None for what is no tensor.
         operators: Number of its operators.
-        compiles: Compiles it, or loads it from the disk. Returns the code, and where Inductor keeps it, if it does.
+        compiles: Compiles it, or loads it from the disk.
 
     Attributes:
         run: Takes a list of arguments, and returns a tuple. None: it was not compiled yet.
         entry: Where Inductor keeps it, once it was compiled.
+        launches: Number of kernels and operators that a call launches, once it was compiled.
     """
 
     key: str | None
     strides: tuple[Any, ...]
     operators: int
-    compiles: Callable[[], tuple[Callable[[list[Any]], Any], _Entry | None]] | None
+    compiles: Callable[[], CompiledCode] | None
     run: Callable[[list[Any]], Any] | None = None
     entry: _Entry | None = None
+    launches: int = 0
 
     def compile(self) -> None:
         if self.compiles is not None:
-            self.run, self.entry = self.compiles()
-            self.compiles = None
+            code, self.compiles = self.compiles(), None
+            self.run, self.entry, self.launches = code.run, code.entry, code.launches
 
     def __reduce__(self) -> Any:
         return _of_entry, (self.key, self.strides if self.key is not None else (), self.operators, self.entry)
@@ -143,15 +173,14 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
 
     mode, kwargs = detect_fake_mode(inputs) or FakeTensorMode(), _kwargs()
 
-    def compiles() -> tuple[Callable[[list[Any]], Any], _Entry | None]:
+    def compiles() -> CompiledCode:
         try:
             with _as_pieces_are(mode, settings):
                 compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
         except BaseException:
             _pieces.pop(key or "", None)  # the graph may be changed by halves
             raise
-        entry = getattr(compiled, "_fx_graph_cache_key", None)
-        return _runner(compiled), _Entry(entry, compiled.guards_expr) if entry is not None else None
+        return CompiledCode.of(compiled)
 
     key = None
     with _as_pieces_are(mode, settings):
@@ -179,7 +208,7 @@ def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: 
     if key in _pieces:
         return _pieces[key]
 
-    def load() -> tuple[Callable[[list[Any]], Any], _Entry]:
+    def load() -> CompiledCode:
         from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
         from torch._inductor.codecache import FxGraphCache
         from torch._inductor.output_code import CompiledFxGraphConstants
@@ -195,7 +224,7 @@ def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: 
             compiled.post_compile([], constants, _kwargs())
         if key is not None:
             _pieces[key] = piece
-        return _runner(compiled), entry
+        return replace(CompiledCode.of(compiled), entry=entry)
 
     piece = CompiledPiece(key, strides, operators, load)
     return piece
@@ -228,10 +257,6 @@ def _kwargs() -> dict[str, Any]:
     from torch._inductor.utils import BoxedBool
 
     return {"static_input_idxs": (), "cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": False}
-
-
-def _runner(compiled: Any) -> Callable[[list[Any]], Any]:
-    return getattr(compiled, "current_callable", None) or compiled
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,9 @@ def pieces_of(layers: int, evaluates: bool = False, **options: Any) -> int:
     for phase in (Phase.FORWARD, Phase.BACKWARD) if not evaluates else ():
         told = record.reports[phase][-1].lines
         calls = sum(int(re.search(r": (\d+) call", line)[1]) for line in told[1:])  # type: ignore[index]
+        assert all(
+            re.search(r"operators? in \d+ launch(?:es)?, \S+ .?s by prediction; each", line) for line in told[1:]
+        )
         assert told[0] == f"{len(told) - 1} distinct pieces in {calls} calls"
         assert calls >= layers  # each layer is a piece
     return len(known_pieces._pieces) - before
@@ -341,7 +344,12 @@ def test_claims_of_ranks_that_do_not_compile() -> None:
         raise ValueError("not for this machine")
 
     ran: list[str] = []
-    piece = compat.CompiledPiece(key, (), 1, fails if not other else lambda: (ran.append("") or list, None))  # type: ignore[func-returns-value]
+
+    def compiles() -> compat.CompiledCode:
+        ran.append("")
+        return compat.CompiledCode(list)
+
+    piece = compat.CompiledPiece(key, (), 1, fails if not other else compiles)
     with mock.patch.object(Claims, "of_this_rank", return_value=claims):
         if not other:
             with pytest.raises(ValueError, match="not for this machine"):
