@@ -23,6 +23,7 @@ if elsewhere() is not None:
 
 if TYPE_CHECKING:
     from .api import fully_shard, fully_shard_model, fully_shard_optimizer
+    from .compiled_files import load_compiled, save_compiled
     from .cuda_graphs import capture_step
     from .diagnostics.explain import explain
     from .distributed_index import FSDPDistributedIndex
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": "fully_shard fully_shard_model fully_shard_optimizer",
+    "compiled_files": "load_compiled save_compiled",
     "cuda_graphs": "capture_step",
     "diagnostics.explain": "explain",
     "distributed_index": "FSDPDistributedIndex",
@@ -79,7 +81,9 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "load_compiled",
     "load_pretrained",
+    "save_compiled",
     "save_pretrained",
     "seed_step",
     "verify",

@@ -559,12 +559,12 @@ def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -
         context, decided = record.context.signature, digest
     if identities is None:
         return None
-    key = f"{_source_digest()}:{options}:{identities}:{context}:{decided}"
+    key = f"{source_digest()}:{options}:{identities}:{context}:{decided}"
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """Return a digest of the source that makes graphs: another version of it never gets graphs from an older one."""
     digest = hashlib.sha256()
     for package in (passes, runtime, backend):

@@ -122,9 +122,9 @@ class Program:
         for number, (piece, calls) in enumerate(of_piece.items(), 1):
             times = _count(len(calls), "call")
             moved = f"takes {bytes_text(_size(calls[0].takes))} and returns {bytes_text(_size(calls[0].returns))}"
+            inside = f"{_count(piece.operators, 'operator')} in {_count(piece.launches, 'launch')}"
             lines.append(
-                f"piece {number}: {times} of {_count(piece.operators, 'operator')} in {_count(piece.launches, 'launch')}, "
-                f"{seconds_text(seconds[piece])} by prediction; each {moved}"
+                f"piece {number}: {times} of {inside}, {seconds_text(seconds[piece])} by prediction; each {moved}"
             )
         return lines
 

@@ -17,7 +17,10 @@ from .version import TORCH_VERSION
 __all__ = [
     "CompiledCode",
     "CompiledPiece",
+    "cache_entries",
     "compile_around",
+    "fill_caches",
+    "libraries_of_pieces",
     "picklable_operator",
     "pieces_cache",
     "prepare_piece",
@@ -288,6 +291,38 @@ def pieces_cache() -> str | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def cache_entries() -> tuple[bytes, int, int]:
+    """Return the entries of torch's compile caches that this process has made or read, as bytes.
+
+    Returns:
+        The bytes, empty if there are none; numbers of graphs without collectives (pieces), and of AOTAutograd's graphs.
+    """
+    found = torch.compiler.save_cache_artifacts()
+    if found is None:
+        return b"", 0, 0
+    data, info = found
+    return data, len(info.inductor_artifacts), len(info.aot_autograd_artifacts)
+
+
+def fill_caches(entries: bytes) -> None:
+    """Write what :func:`cache_entries` has returned into the caches on the disk."""
+    if torch.compiler.load_cache_artifacts(entries) is None:
+        raise ValueError("torch cannot read these entries of compile caches")
+
+
+def libraries_of_pieces(folder: str) -> list[str]:
+    """Return the libraries, compiled from C++ into the cache ``folder``, that this process has loaded.
+
+    Entries of caches contain their source.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if line.count("/")}
+    except OSError:  # not on Linux: they are compiled again
+        return []
+    return sorted(path for path in mapped if path.startswith(f"{folder}/") and path.endswith(".so"))
 
 
 def report_strides(graph: fx.Graph) -> None:
