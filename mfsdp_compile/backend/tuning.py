@@ -263,6 +263,11 @@ class Tuning:
         left_out: What was not tried, in words.
         where: The file that the first rank writes.
         tells: Whether the first rank tells on stderr what was found.
+
+    Attributes:
+        chosen: The fastest one; None: it is not known yet.
+        lines: What was found, and what was tried.
+        times: Seconds of the steps of each schedule on its slowest rank, by label.
     """
 
     def __init__(
@@ -280,6 +285,8 @@ class Tuning:
         self._running, self._step, self._steps = 0, -1, -1
         self._begun = 0.0
         self.chosen: CompiledGraph | None = None if len(graphs) > 1 else graphs[0]
+        self.lines: Sequence[str] = ()
+        self.times: Mapping[str, Sequence[float]] = {}
 
     def current(self) -> CompiledGraph:
         """Return what runs now. Called before each forward.
@@ -331,10 +338,11 @@ class Tuning:
     def _finish(self) -> None:
         ranking = self._race.ranking()
         self.chosen = chosen = self._graphs[ranking[0]]
-        lines = self._lines(ranking)
+        self.lines = lines = self._lines(ranking)
         records = self._owner.compiled_graphs
         records[:] = [chosen.record if each is self._graphs[0].record else each for each in records]
         chosen.record.reports.setdefault(None, []).append(Report("tune", lines))
+        self.times = {self._label(number): self._race.times[number] for number in ranking}
         self._graphs.clear()
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._write(str(ScheduleText.of(chosen.record.schedules)) + "".join(f"# {line}\n" for line in lines))

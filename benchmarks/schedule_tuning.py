@@ -1,0 +1,98 @@
+"""Does options={"tune": True} find the fastest schedule? It is compared with an exhaustive search over its whole grid.
+
+    python benchmarks/schedule_tuning.py --ranks 2
+
+A model is trained until its schedule is tuned. Then a copy of it is trained with every schedule of the grid in turn, for
+--rounds steps each, by the same code without its rounds and bounds. The place of a schedule is that of its shortest step
+on the slowest rank, as while tuning. Medians are printed, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend import tuning
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+
+
+def train(given: argparse.Namespace, rank: int, path: Path) -> tuning.Tuning:
+    """Train until the schedule is tuned."""
+    torch.manual_seed(0)
+    config = LlamaConfig(given.vocabulary, given.width, given.layers, 4, 4, given.width * 3)
+    model = fully_shard_model(Llama(config), fsdp_unit_modules=[Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    made: list[tuning.Tuning] = []
+
+    class Kept(tuning.Tuning):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            made.append(self)
+
+    with mock.patch("mfsdp_compile.backend.compile.Tuning", Kept):
+        call = torch.compile(model, backend="mfsdp", options={"tune": str(path), "inner": given.inner})
+        generator = torch.Generator().manual_seed(rank)
+        while not made or made[0].chosen is None:
+            tokens = torch.randint(0, given.vocabulary, (2, given.length), generator=generator)
+            call(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return made[0]
+
+
+def run(rank: int, given: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", given.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks)
+    found = train(given, rank, Path(folder) / "tuned.txt").lines
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(tuning, "MOST", 1000),
+        mock.patch.object(tuning, "ROUNDS", ((1000, given.rounds),)),
+        mock.patch.object(tuning, "RETRIES", 0),
+    ):
+        exhaustive = train(given, rank, Path(folder) / "all.txt")
+    if rank == 0:
+        report(found, exhaustive)
+    dist.destroy_process_group()
+
+
+def report(found: list[str], exhaustive: tuning.Tuning) -> None:
+    times = exhaustive.times
+    winner = found[1].partition(" s: ")[2]
+    shortest, median = ({label: of(each) for label, each in times.items()} for of in (min, statistics.median))
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    print(found[0])
+    print(f"{len(times)} schedules, {len(next(iter(times.values())))} steps each:")
+    for label in sorted(shortest, key=shortest.__getitem__):
+        mark = "  <- tuned" if label == winner else ""
+        print(f"  shortest {shortest[label]:.4f} s, median {median[label]:.4f} s: {label}{mark}")
+    for what, of in (("shortest step", shortest), ("median", median)):
+        print(f"tuned / best, {what}: {of[winner] / min(of.values()):.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--inner", default="inductor")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run, (given, folder), given.ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()
