@@ -271,6 +271,8 @@ FETCH_SAVED = torch.ops.mfsdp.fetch_saved.default
 WAIT_SAVED = torch.ops.mfsdp.wait_saved.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAIT_SUMMED = torch.ops.mfsdp.wait_summed.default
+ENCODE_SLICES = torch.ops.mfsdp.encode_slices.default
+SUM_SLICES = torch.ops.mfsdp.sum_slices.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_SUMMED)
 """Operators that await a collective."""
 QUANTIZE = torch.ops.mfsdp.fp8_quantize.default

@@ -17,7 +17,7 @@ from mfsdp_compile.runtime import compat
 from . import roles
 
 PACK = torch.ops.mfsdp.pack_gradients.default
-_COMPUTES = (PACK, torch.ops.mfsdp.pack_into.default, roles.QUANTIZE)
+_COMPUTES = (PACK, torch.ops.mfsdp.pack_into.default, roles.QUANTIZE, roles.ENCODE_SLICES, roles.SUM_SLICES)
 """Operators of ours that are computation."""
 _COMMUNICATE = {"mfsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _MAKE_CONSTANTS = (

@@ -6,6 +6,7 @@ outputs must not be touched until their waits.
 ``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, decodes them if they are in a
 format, adds them in the order of ranks, and computes what follows; for more ranks than a kernel should read, several,
 one after the other. What ``mfsdp::exchange_slices`` sends in a format is encoded by kernels in front of the collective.
+In pieces, ``mfsdp::sum_slices`` and ``mfsdp::encode_slices`` are these kernels (:mod:`.slices`).
 
 ``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
 
@@ -32,6 +33,8 @@ import torch
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import wire
 
+from .slices import has_kernels
+
 
 @functools.cache
 def register_lowerings() -> None:
@@ -47,6 +50,8 @@ def register_lowerings() -> None:
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
     compat.register_lowering(torch.ops.mfsdp.wait_summed.default, _wait_summed)
+    compat.register_lowering(torch.ops.mfsdp.encode_slices.default, _encode_slices)
+    compat.register_lowering(torch.ops.mfsdp.sum_slices.default, _sum_slices)
     deliver = torch.ops.mfsdp.deliver.default
     compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))
     dequantizes = torch.ops.mfsdp.wait_quantized.default
@@ -55,27 +60,29 @@ def register_lowerings() -> None:
 
 def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pieces: int = 1) -> Any:
     operator = torch.ops.mfsdp.exchange_slices.default
-    if format and _has_kernels(format, gradient.get_device()):
-        gradient, format, pieces = compat.inductor_inlined(wire.encode, gradient, ranks, format, pieces), "", 1
+    if format and has_kernels(format, gradient.get_device()):
+        gradient, format, pieces = _encode_slices(gradient, ranks, format, pieces), "", 1
     return compat.inductor_collective(operator, gradient, ranks, group, format, pieces)
 
 
 def _wait_summed(slices: Any, ranks: int, format: str, numel: int) -> Any:
-    if format and not _has_kernels(format, slices.get_device()):
+    if not has_kernels(format, slices.get_device()):
         return compat.inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
-    received, total = compat.inductor_wait(slices), None
+    return _sum_slices(compat.inductor_wait(slices), ranks, format, numel)
+
+
+def _encode_slices(gradient: Any, ranks: int, format: str, pieces: int = 1) -> Any:
+    return compat.inductor_inlined(wire.encode, gradient, ranks, format, pieces)
+
+
+def _sum_slices(received: Any, ranks: int, format: str, numel: int) -> Any:
+    total = None
     for first in range(0, ranks, wire.SLICES_AT_ONCE):
         some, count = compat.inductor_part(received, ranks, first, first + wire.SLICES_AT_ONCE)
         total = compat.inductor_inlined(wire.sum_decoded, some, count, numel, format, total)
         if first + count < ranks:
             total.realize()
     return total
-
-
-def _has_kernels(format: str, device: torch.device) -> bool:
-    """Whether Triton can compute with a format on the device. Before Ada, it has no float8_e4m3fn."""
-    is_float8 = wire.FORMATS[format].dtype is torch.float8_e4m3fn
-    return not (is_float8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
 
 
 def _pack_gradients(

@@ -62,6 +62,9 @@
 ``wait_summed(slices, group_size, format, numel)``
     Waits for the slices, of ``numel`` elements each, and sums them in float32, in the order of ranks. One operator for
     both, as ``wait_quantized``. Inductor gets a lowering that decodes and adds them in one kernel with what follows.
+``encode_slices(gradient, group_size, format, pieces)``, ``sum_slices(slices, group_size, format, numel)``
+    The computation in the two above: what is sent in a ``format``, and the sum of what was received. They wait for
+    nothing. Only graphs that are cut into pieces have them (:mod:`mfsdp_compile.backend.slices`).
 ``deliver(gradient, at_rest, bucket)``
     Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
     instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
@@ -125,6 +128,8 @@ library.define(
 )
 library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='', int pieces=1) -> Tensor")
 library.define("wait_summed(Tensor slices, int group_size, str format, int numel) -> Tensor")
+library.define("encode_slices(Tensor gradient, int group_size, str format, int pieces=1) -> Tensor")
+library.define("sum_slices(Tensor slices, int group_size, str format, int numel) -> Tensor")
 library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

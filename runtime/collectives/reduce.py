@@ -85,7 +85,7 @@ def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
 def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
     if format:
-        sent = wire.encode_each(gradient, group_size, format, pieces)
+        sent = _encode_slices(gradient, group_size, format, pieces)
     else:
         sent = wire.slices_of(gradient, group_size, pieces).view(-1)
     slices = [sent.numel() // group_size] * group_size
@@ -100,11 +100,27 @@ def _exchange_slices_fake(gradient: Tensor, group_size: int, group: str, format:
 
 @torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
 def _wait_summed(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
-    return wire.sum_each(compat.wait_tensor(slices), group_size, numel, format)
+    return _sum_slices(compat.wait_tensor(slices), group_size, format, numel)
+
+
+@torch.library.impl(library, "encode_slices", "CompositeExplicitAutograd")
+def _encode_slices(gradient: Tensor, group_size: int, format: str, pieces: int = 1) -> Tensor:
+    return wire.encode_each(gradient, group_size, format, pieces)
+
+
+@torch.library.register_fake("mfsdp::encode_slices", lib=library)
+def _encode_slices_fake(gradient: Tensor, group_size: int, format: str, pieces: int = 1) -> Tensor:
+    return _new_result(gradient, exchange_of(format, pieces), group_size)
+
+
+@torch.library.impl(library, "sum_slices", "CompositeExplicitAutograd")
+def _sum_slices(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+    return wire.sum_each(slices, group_size, numel, format)
 
 
 @torch.library.register_fake("mfsdp::wait_summed", lib=library)
-def _wait_summed_fake(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+@torch.library.register_fake("mfsdp::sum_slices", lib=library)
+def _sum_slices_fake(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
     return slices.new_empty(numel, dtype=torch.float32 if format else wire.sum_dtype(slices.dtype))
 
 

@@ -49,15 +49,18 @@ def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
     assert abs(ours["bytes"] - plain["bytes"] - casts) <= 0.01 * plain["bytes"]
 
 
-@pytest.mark.parametrize(("regions", "factor"), [("auto", 1.01), (False, 1.05)])
-def test_pieces_move_what_whole_graphs_move(facts: dict[str, Any], regions: Any, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("way", "more"), [("regions auto", 0.01), ("regions False", 0.05), ("gradients in int8", 0.01)]
+)
+def test_pieces_move_what_whole_graphs_move(facts: dict[str, Any], way: str, more: float) -> None:
     """A model of three layers, with head and loss. Only whole graphs fuse across what communicates.
 
-    Besides, they copy the weight of a norm that is read again after its bucket was freed: one launch per border.
+    Besides, they copy the weight of a norm that is read again after its bucket was freed: one launch per border. What
+    operators encode and decode would not be counted: bytes would be missing.
     """
-    whole, pieces = (facts["models"][f"{inner}, regions {regions}"] for inner in ("inductor_whole", "inductor"))
+    whole, pieces = (facts["models"][f"{inner}, {way}"] for inner in ("inductor_whole", "inductor"))
     assert pieces["products"] == whole["products"]
-    assert pieces["bytes"] <= factor * whole["bytes"]
+    assert abs(pieces["bytes"] / whole["bytes"] - 1) <= more
     assert pieces["launches"] <= whole["launches"] + 8
 
 

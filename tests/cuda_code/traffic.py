@@ -183,11 +183,15 @@ def main() -> None:
         of_block = cost(recordings_of(block, [x, rotation], compile_fx, True))
     copies, by_operator = copies_of_fsdp2(make().layers[0])
     ways = {
-        f"{inner}, regions {regions}": {"inner": inner, "regions": regions}
-        for inner in ("inductor", "inductor_whole")
-        for regions in ("auto", False)
+        "regions auto": ("auto", "mixed"),
+        "regions False": (False, "mixed"),
+        "gradients in int8": ("auto", "gradients in int8"),
     }
-    models_of_3 = {name: asdict(of_layers(3, options, "mixed")) for name, options in ways.items()}
+    models_of_3 = {
+        f"{inner}, {name}": asdict(of_layers(3, {"inner": inner, "regions": regions}, precision))
+        for inner in ("inductor_whole", "inductor")
+        for name, (regions, precision) in ways.items()
+    }
     costs = {
         "not sharded": layer(None),
         "mfsdp compiled": layer({}),

@@ -88,7 +88,7 @@ def test_of_inner_ranks(strategy: str, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@on_ranks(4)
+@on_ranks(4, timeout=300)
 def test_inductor() -> None:
     model, call = make("optim_grads_params", INDUCTOR)
     data = batches(1)

@@ -121,7 +121,7 @@ def test_the_order_is_that_of_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params"])
-@on_ranks(4)
+@on_ranks(4, timeout=300)
 def test_inductor(strategy: str) -> None:
     check(strategy, INDUCTOR, 2)
 

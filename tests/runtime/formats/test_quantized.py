@@ -407,7 +407,7 @@ def test_equals_one_process_bitwise(scaling: str, mode: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("scaling", ["rowwise", "blockwise", "mxfp8", "nvfp4"])
-@on_ranks(2)
+@on_ranks(2, timeout=300)
 def test_inductor(scaling: str) -> None:
     config = CONFIGS[scaling]
     _, eager = shard(POLICIES[scaling], module=build(config))
