@@ -2,9 +2,9 @@
 
     python benchmarks/schedule_tuning.py --ranks 2
 
-A model is trained until its schedule is tuned. Then a copy of it is trained with every schedule of the grid in turn, for
---rounds steps each, by the same code without its rounds and bounds. The place of a schedule is that of its shortest step
-on the slowest rank, as while tuning. Medians are printed, too.
+A model is trained until its schedule is tuned. Then a copy of it is trained with every schedule of the grid in turn,
+for --rounds steps each, by the same code without its rounds and bounds. As while tuning, the time of a schedule is that
+of its shortest step on the slowest rank. Medians are printed, too.
 """
 
 from __future__ import annotations

@@ -526,7 +526,7 @@ def _run_in_pieces(
 
     def prepared(piece: Piece) -> compat.CompiledPiece:
         predicted = sum(map(costs.kernel, kernels(piece.module.graph, True))) if costs is not None else 0.0
-        found = compat.prepare_piece(piece.module, piece.inputs, settings)
+        found = compat.prepare_piece(piece.module, piece.inputs, settings, f"mfsdp {source_digest()}")
         seconds.setdefault(found, predicted)
         return found
 

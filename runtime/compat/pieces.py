@@ -162,13 +162,16 @@ _pieces: dict[str, CompiledPiece] = {}
 """Pieces of this process, by key."""
 
 
-def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> CompiledPiece:
+def prepare_piece(
+    module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], source: str
+) -> CompiledPiece:
     """Return what compiles a graph without collectives; the one that there is, if an equal graph was prepared.
 
     Args:
         module: The graph, which compiling changes. What it returns has the strides that its operators give it.
         inputs: Fake tensors and sizes.
         settings: Settings of Inductor.
+        source: Identifies the lowerings of operators, which are not a part of the graph, in cache keys.
     """
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache, compiled_fx_graph_hash
     from torch._inductor.compile_fx import compile_fx_inner
@@ -178,7 +181,7 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
 
     def compiles() -> CompiledCode:
         try:
-            with _as_pieces_are(mode, settings):
+            with _as_pieces_are(mode, settings, source):
                 compiled: Any = compile_fx_inner(module, inputs, **kwargs)  # type: ignore[arg-type]
         except BaseException:
             _pieces.pop(key or "", None)  # the graph may be changed by halves
@@ -186,7 +189,7 @@ def prepare_piece(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[
         return CompiledCode.of(compiled)
 
     key = None
-    with _as_pieces_are(mode, settings):
+    with _as_pieces_are(mode, settings, source):
         if not any(_is_symbolic(value) for value in inputs):  # else guards belong to the graph that is being compiled
             with contextlib.suppress(BypassFxGraphCache):
                 FxGraphCache._check_can_cache(module, *((inputs, kwargs) if TORCH_VERSION >= (2, 13) else ()))
@@ -220,7 +223,7 @@ def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: 
 
         # Sizes were compared with the guards of the graph that the piece is in, which include those of the piece.
         constants, compares = CompiledFxGraphConstants(), lambda guards, _: guards == entry.guards
-        with _as_pieces_are(FakeTensorMode(shape_env=ShapeEnv()), {}):
+        with _as_pieces_are(FakeTensorMode(shape_env=ShapeEnv()), {}, ""):
             compiled, _ = FxGraphCache.load_with_key(entry.key, [], [], True, None, False, constants, compares)
             if compiled is None:
                 raise FXGraphCacheMiss(f"Inductor's cache no longer has piece {entry.key}")
@@ -234,20 +237,23 @@ def _of_entry(key: str | None, strides: tuple[Any, ...], operators: int, entry: 
 
 
 @contextlib.contextmanager
-def _as_pieces_are(mode: Any, settings: dict[str, Any]) -> Iterator[None]:
+def _as_pieces_are(mode: Any, settings: dict[str, Any], source: str) -> Iterator[None]:
     """Context in which Inductor compiles or loads a piece, whatever it is a part of.
 
     Args:
         mode: Mode of its fake tensors.
         settings: Settings of Inductor.
+        source: See :func:`prepare_piece`.
     """
     import torch._functorch.config as functorch_config
     import torch._inductor.config as config
+    import torch.compiler.config as compiler_config
     from torch._guards import tracing
     from torch._inductor.virtualized import V
 
     with (
         config.patch({**_OF_WHOLE_GRAPHS, **settings}),
+        compiler_config.patch(cache_key_tag=f"{compiler_config.cache_key_tag} {source}".strip()),
         functorch_config.patch(bundled_autograd_cache=False),  # pieces have entries of their own
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import zoo
-from parity import AOT_EAGER, INDUCTOR, MODELS, PIECES
+from parity import AOT_EAGER, INDUCTOR, MODELS
 from poisoning import poisoned
 from pool import on_ranks
 from torch import Tensor, fx, nn
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend import compile as back
 from mfsdp_compile.backend import shared_compiles
 from mfsdp_compile.backend.shared_compiles import Claims, compile_together
 from mfsdp_compile.backend.slices import compute_slices
@@ -318,6 +319,8 @@ def started(call: Callable[[], Any]) -> tuple[list[Any], dict[str, int]]:
 def test_a_second_start_compiles_nothing(dynamic: bool) -> None:
     """Unless a piece is gone from the disk, or an option or a static size differs."""
 
+    from torch._dynamo.utils import counters
+
     def step(size: int = 3, **options: Any) -> list[Any]:
         model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
         loss = torch.compile(model, backend="mfsdp", options=options, dynamic=dynamic)(torch.ones(size, 8))
@@ -344,6 +347,12 @@ def test_a_second_start_compiles_nothing(dynamic: bool) -> None:
         found, asked = started(lambda: step(prefetch=0))
         assert asked == {"saved": 1}
         assert all(map(torch.equal, found, expected))
+        for missed, source in ((False, None), (True, "another version")):  # lowerings are not a part of pieces' graphs
+            counters["inductor"].clear()
+            with mock.patch.object(back, "source_digest", return_value=source or back.source_digest()):
+                found, asked = started(lambda: step(prefetch=2))
+            assert asked == {"saved": 1}
+            assert bool(counters["inductor"]["fxgraph_cache_miss"]) == missed
         (loss, *_), asked = started(lambda: step(5))
         assert asked == ({"hit": 1} if dynamic else {"saved": 1})
         torch.testing.assert_close(loss, parity.build(zoo.Plain)(torch.ones(5, 8)))
