@@ -223,7 +223,7 @@ def _tuning(
     assert prediction is not None
     graphs, others = [first], 0
     portions, group = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), owner.topology.gather_group
-    reshards = [True, False]
+    reshards: list[bool | int] = [True, False]
     if group is not None and 1 < portions < group.size and group.size % portions == 0:
         reshards.append(portions)
     found = candidates(first.record, prediction, chosen.given, reshards)
@@ -533,7 +533,7 @@ def _run_in_pieces(
     program = cut(module, prepared)
     compat.report_strides(module.graph)
     pieces = program.code.pieces()
-    if known is not None and not known.issuperset(pieces):
+    if known is not None and not known >= set(pieces):
         raise NeedsOtherPieces
     compile_together(pieces, f"Inductor, {phase.value}")
     if record is not None:

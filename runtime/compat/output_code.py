@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
 from torch._inductor.output_code import OutputCode
 
-from .pieces import PiecesOfGraph
+
+class PiecesOfGraph(Protocol):
+    """Code that calls the pieces of a graph. It can be pickled, without the code of the pieces."""
+
+    def pieces(self) -> Sequence[Any]:
+        """Return the pieces; see :class:`.pieces.CompiledPiece`."""
+
+    def not_picklable(self) -> str | None:
+        """Return the type of a constant that cannot be pickled, if there is one."""
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        """Return the function. All pieces must have been compiled."""
 
 
 class PiecesCode(OutputCode):
@@ -29,11 +40,11 @@ class PiecesCode(OutputCode):
         return self._run(inputs)
 
     def prepare_for_serialization(self) -> None:
-        """Leave what can be pickled. Called for a copy."""
+        """Leave what can be pickled. Called for a copy. Where that is not possible, there is no entry."""
         if any(piece.entry is None for piece in self._code.pieces()):
-            raise BypassAOTAutogradCache("Inductor keeps no code of one of the pieces")
+            raise FXGraphCacheMiss("Inductor keeps no code of one of the pieces")
         if (kind := self._code.not_picklable()) is not None:
-            raise BypassAOTAutogradCache(f"the graph has a constant that is a {kind}")
+            raise FXGraphCacheMiss(f"the graph has a constant that is a {kind}")
         self._run = None
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,21 +30,11 @@ __all__ = [
 ]
 
 
-class PiecesOfGraph(Protocol):
-    """Code that calls the pieces of a graph. It can be pickled, without the code of the pieces."""
-
-    def pieces(self) -> list[CompiledPiece]: ...
-
-    def not_picklable(self) -> str | None: ...
-
-    def function(self) -> Callable[[list[Any]], Any]: ...
-
-
 def compile_around(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     patches: dict[str, Any],
-    inner: Callable[[fx.GraphModule], PiecesOfGraph],
+    inner: Callable[[fx.GraphModule], Any],
     is_cached: bool,
 ) -> Callable[..., Any]:
     """Run AOTAutograd as Inductor does, with its passes over joint graphs, and ``inner`` in place of Inductor.
@@ -52,7 +42,8 @@ def compile_around(
     Forward and backward are compiled at once: all pieces are known before the first one runs.
 
     Args:
-        inner: Takes a forward, backward or inference graph, and returns what calls its pieces.
+        inner: Takes a forward, backward or inference graph, and returns what calls its pieces: a
+            :class:`.output_code.PiecesOfGraph`.
         is_cached: Whether AOTAutograd may keep the results on the disk.
     """
     import torch._functorch.config as functorch_config

@@ -112,7 +112,7 @@ class Trained:
         return found[0].lines if found else []
 
 
-@pytest.mark.parametrize("mode", [AOT_EAGER, INDUCTOR])
+@pytest.mark.parametrize("mode", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @on_ranks(2, timeout=300)
 def test_bits_of_losses_stay(mode: str) -> None:
     """The file has the schedule that was found, and what was tried."""
@@ -143,7 +143,8 @@ def test_bits_of_losses_stay(mode: str) -> None:
     assert ScheduleText.of(again.schedules) == ScheduleText.of(found.schedules)
 
 
-@on_ranks(2, timeout=120)
+@pytest.mark.long
+@on_ranks(2, timeout=240)
 def test_what_is_tuned() -> None:
     """Evaluation, deterministic runs, and numbers that are given, are not."""
 
@@ -201,6 +202,7 @@ def test_a_rank_that_stops_while_schedules_are_measured() -> None:
     run.step(3)
     if dist.get_rank() == 1:
         run.model.sharded.failed(ValueError("no more data"))
-        return
-    with pytest.raises(Exception, match="no more data"):
-        run.step(STEPS)
+    else:
+        with pytest.raises(Exception, match="no more data"):
+            run.step(STEPS)
+    run.model.reset()
