@@ -13,6 +13,7 @@ import argparse
 import platform
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -66,7 +67,7 @@ def run(rank: int, given: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def report(found: list[str], exhaustive: tuning.Tuning) -> None:
+def report(found: Sequence[str], exhaustive: tuning.Tuning) -> None:
     times = exhaustive.times
     winner = found[1].partition(" s: ")[2]
     shortest, median = ({label: of(each) for label, each in times.items()} for of in (min, statistics.median))
