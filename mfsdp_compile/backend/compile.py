@@ -479,7 +479,6 @@ def _compile_inner(
 
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, inputs, partition, finish_all)
-    register_lowerings()
 
     def uuid() -> str | None:
         return _cache_key(options, record)
@@ -494,8 +493,10 @@ def _compile_inner(
             patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if options.cuts:
+        # Lowerings are registered when a piece is compiled: importing Inductor's takes half a second of a warm start.
         run = functools.partial(_run_in_pieces, finish_all, settings, record, known)
         return compat.compile_around(gm, inputs, patches, run, is_cached=uuid() is not None)
+    register_lowerings()
     if record is not None:
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
@@ -518,6 +519,7 @@ def _run_in_pieces(
     Raises:
         NeedsOtherPieces: It needs other ones.
     """
+    register_lowerings()
     finish(module)
     begun, phase = time.perf_counter(), phase_of(module.graph)
 
