@@ -32,22 +32,14 @@ def train(given: argparse.Namespace, rank: int, path: Path) -> tuning.Tuning:
     config = LlamaConfig(given.vocabulary, given.width, given.layers, 4, 4, given.width * 3)
     model = fully_shard_model(Llama(config), fsdp_unit_modules=[Block])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    made: list[tuning.Tuning] = []
-
-    class Kept(tuning.Tuning):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
-            made.append(self)
-
-    with mock.patch("mfsdp_compile.backend.compile.Tuning", Kept):
-        call = torch.compile(model, backend="mfsdp", options={"tune": str(path), "inner": given.inner})
-        generator = torch.Generator().manual_seed(rank)
-        while not made or made[0].chosen is None:
-            tokens = torch.randint(0, given.vocabulary, (2, given.length), generator=generator)
-            call(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return made[0]
+    call = torch.compile(model, backend="mfsdp", options={"tune": str(path), "inner": given.inner})
+    generator = torch.Generator().manual_seed(rank)
+    while (found := tuning.Tuning.of(model.sharded)) is None or found.chosen is None:
+        tokens = torch.randint(0, given.vocabulary, (2, given.length), generator=generator)
+        call(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def run(rank: int, given: argparse.Namespace, folder: str) -> None:

@@ -57,7 +57,7 @@ from .rank_meeting import RankMeeting
 from .region_graphs import trace
 from .shared_compiles import compile_together
 from .straight_line import Code
-from .tuning import FILE, CompiledGraph, NeedsOtherPieces, Tuning, candidates
+from .tuning import FILE, Candidate, CompiledGraph, NeedsOtherPieces, TunedGraph, Tuning, candidates
 
 
 def mfsdp(
@@ -101,11 +101,20 @@ def mfsdp(
         compat.without_collection(),
         progress.working(_described(buckets, served), chosen.progress),
     ):
-        tunes = _tunes(chosen, buckets, owners)
-        compiled = compiles(chosen, tunes)
-        tuning = _tuning(compiled, compiles, chosen, owners) if tunes else None
+        tuned = None
+        if _tunes(chosen, buckets, owners):
+            tuning = Tuning.of(owners[0])
+            if tuning is not None and tuning.chosen is not None:
+                compiled = compiles(replace(chosen, schedule=tuning.schedules[tuning.chosen].policy))
+            else:
+                compiled = compiles(chosen, explores=True)
+                tuned = _tuned(compiled, compiles, chosen, owners[0], tuning)
+        else:
+            compiled = compiles(chosen)
     for owner in owners:
         owner.compiled_graphs.append(compiled.record)
+
+    place = next(iter(shells))
 
     def run_served(*args: Any) -> Any:
         call = compiled.call
@@ -124,7 +133,7 @@ def mfsdp(
         return outputs
 
     def run(*args: Any) -> Any:
-        graph = tuning.current() if tuning is not None else compiled
+        graph = tuned.current(args[place].mfsdp_handle.bucket.owner) if tuned is not None else compiled
         buckets, backwards, tensors, rest = graph.call.exchange(args)
         owners = models_of(buckets)
         for owner in owners:
@@ -159,20 +168,19 @@ def _compile_graph(
     chosen: CompileOptions,
     explores: bool = False,
     first: CompiledGraph | None = None,
-    seconds: float | None = None,
+    known: Set[compat.CompiledPiece] | None = None,
 ) -> CompiledGraph:
     """Compile one of Dynamo's graphs.
 
     Args:
         explores: Whether other schedules are looked for.
-        first: What was compiled with another schedule, whose pieces this one consists of, too.
-        seconds: Predicted seconds of a step.
+        first: What was compiled with another schedule.
+        known: Pieces that it may consist of; None: all.
 
     Raises:
-        NeedsOtherPieces: It needs other pieces.
+        NeedsOtherPieces: It needs other ones.
     """
     refused = dict(first.refused) if first is not None else {}
-    known = set(first.record.pieces) if first is not None else None
     budgets = chosen.schedule.activation_budgets
     while True:
         progress.step("passes and AOTAutograd")
@@ -183,7 +191,7 @@ def _compile_graph(
         record.plan = first.record.plan if first is not None else None
         try:
             run = _compile_inner(copied, inputs, chosen, record, known)
-            return CompiledGraph(record, call, run, chosen.schedule, seconds, refused)
+            return CompiledGraph(record, call, run, refused)
         except compat.NotARegion as error:
             refused |= {unit: error.reason for unit in record.units_of(error.region)}
         except AgreedOtherwise as error:
@@ -211,35 +219,59 @@ def _tunes(chosen: CompileOptions, buckets: Sequence[Bucket], owners: Sequence[S
     return True
 
 
-def _tuning(
+def _tuned(
     first: CompiledGraph,
     compiles: Callable[..., CompiledGraph],
     chosen: CompileOptions,
-    owners: Sequence[ShardedModel],
-) -> Tuning:
-    """Compile the schedules that are to be tried."""
-    (owner,) = owners
-    device, prediction = owner.buckets[0].device, first.record.prediction
-    assert prediction is not None
-    graphs, others = [first], 0
-    portions, group = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), owner.topology.gather_group
-    reshards: list[bool | int] = [True, False]
-    if group is not None and 1 < portions < group.size and group.size % portions == 0:
-        reshards.append(portions)
-    found = candidates(first.record, prediction, chosen.given, reshards)
-    if first.record.plan is not None:
-        usual = first.record.plan.timeline(first.record.decisions, prediction.optimizer)
-        graphs = [replace(first, seconds=usual.seconds)]
-    for number, each in enumerate(found, 1):
-        options = replace(chosen, schedule=each.policy)
-        with progress.one_step("schedules to try", f"{number} of {len(found)}"):
-            try:
-                graphs.append(compiles(options, explores=True, first=first, seconds=each.seconds))
-            except NeedsOtherPieces:
-                others += 1
-    left_out = [f"{others} more were not tried: they need other pieces, whose numbers would differ by rounding"]
+    owner: ShardedModel,
+    tuning: Tuning | None,
+) -> TunedGraph | None:
+    """Compile a graph with all schedules that its model tries.
+
+    Args:
+        tuning: That of the model, if another graph was compiled before.
+
+    Returns:
+        None if there is nothing to tune: the graph has no backward.
+    """
+    record = first.record
+    if record.plan is None or record.prediction is None:
+        return None
+    graphs = [first]
+    if tuning is not None:
+        for each in tuning.schedules[1:]:
+            graphs.append(compiles(replace(chosen, schedule=each.policy), explores=True, first=first))
+        return TunedGraph(tuning, graphs)
+    found = candidates(record, record.prediction, chosen.given, _reshards(owner))
+    compiled: dict[int, CompiledGraph] = {}
+    for number, each in enumerate(found):
+        with (
+            progress.one_step("schedules to try", f"{number + 1} of {len(found)}"),
+            contextlib.suppress(NeedsOtherPieces),
+        ):
+            options = replace(chosen, schedule=each.policy)
+            compiled[number] = compiles(options, explores=True, first=first, known=set(record.pieces))
+    kept = sorted(compiled)
+    if record.meeting is not None:
+        kept = record.meeting.meet("schedules of the same pieces", [], kept, _in_all, again=False)
+    seconds = record.plan.timeline(record.decisions, record.prediction.optimizer).seconds
+    schedules = [Candidate(chosen.schedule, seconds), *(found[number] for number in kept)]
+    left = len(found) - len(kept)
+    told = f"{left} more were not tried: they need other pieces, whose numbers would differ by rounding"
     where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
-    return Tuning(graphs, owner, device, left_out if others else [], where, chosen.progress)
+    tuning = Tuning(owner, schedules, [told] if left else [], where, chosen.progress)
+    return TunedGraph(tuning, [first, *(compiled[number] for number in kept)])
+
+
+def _reshards(owner: ShardedModel) -> list[bool | int]:
+    """Return the values of ``reshard_after_forward`` to try."""
+    portions, group = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), owner.topology.gather_group
+    of_nodes = group is not None and 1 < portions < group.size and group.size % portions == 0
+    return [True, False, portions] if of_nodes else [True, False]
+
+
+def _in_all(offers: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(set.intersection(*map(set, offers)))
 
 
 def _hold_all(buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool:

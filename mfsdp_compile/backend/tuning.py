@@ -15,9 +15,9 @@ they have measured.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,16 +66,12 @@ class CompiledGraph:
         record: The passes' record.
         call: Converts the arguments of Dynamo's graph.
         run: Runs it.
-        policy: Numbers of the schedule.
-        seconds: Predicted seconds of a step; None: it was not predicted.
         refused: Units that are in no region, each with the reason, which was found while they were traced.
     """
 
     record: CompileRecord
     call: GraphArguments
     run: Callable[..., Any]
-    policy: SchedulePolicy
-    seconds: float | None
     refused: Mapping[str, str]
 
 
@@ -110,8 +106,7 @@ def candidates(
         reshards: Values of ``reshard_after_forward`` to try.
     """
     plan = record.plan
-    if plan is None:  # the graph has no backward
-        return []
+    assert plan is not None
     grid = list(_grid(record.context.policy, frozenset(given), reshards))
     mine = _offers(plan, prediction, grid)
     first = "\n".join(_effect(plan, record.decisions))
@@ -254,49 +249,51 @@ class Race:
 
 
 class Tuning:
-    """Runs candidates in turn, until the fastest one is known.
+    """Which of its schedules a model runs: each in turn, until the fastest one is known.
 
     Args:
-        graphs: The candidates. The first one trains without tuning.
-        owner: The model.
-        device: Its device.
+        owner: The model. Compiled code holds this object, which therefore keeps only a weak reference to it.
+        schedules: The candidates. The first one trains without tuning.
         left_out: What was not tried, in words.
         where: The file that the first rank writes.
         tells: Whether the first rank tells on stderr what was found.
 
     Attributes:
-        chosen: The fastest one; None: it is not known yet.
+        chosen: Number of the fastest one; None: it is not known yet.
         lines: What was found, and what was tried.
         times: Seconds of the steps of each schedule on its slowest rank, by label.
+        graphs: The model's graphs that follow it.
     """
 
     def __init__(
-        self,
-        graphs: Sequence[CompiledGraph],
-        owner: ShardedModel,
-        device: torch.device,
-        left_out: Sequence[str],
-        where: Path,
-        tells: bool,
+        self, owner: ShardedModel, schedules: Sequence[Candidate], left_out: Sequence[str], where: Path, tells: bool
     ) -> None:
-        self._graphs, self._owner, self._device = list(graphs), owner, device
-        self._left_out, self._where, self._tells = left_out, where, tells
-        self._race = Race(len(graphs))
+        self.schedules = schedules
+        self._owner, self._left_out, self._where, self._tells = weakref.ref(owner), left_out, where, tells
+        self._race = Race(len(schedules))
         self._running, self._step, self._steps = 0, -1, -1
         self._begun = 0.0
-        self.chosen: CompiledGraph | None = None if len(graphs) > 1 else graphs[0]
+        self.chosen: int | None = None if len(schedules) > 1 else 0
+        self.graphs: weakref.WeakSet[TunedGraph] = weakref.WeakSet()
         self.lines: Sequence[str] = ()
         self.times: Mapping[str, Sequence[float]] = {}
+        _tunings[owner] = self
 
-    def current(self) -> CompiledGraph:
-        """Return what runs now. Called before each forward.
+    @staticmethod
+    def of(owner: ShardedModel) -> Tuning | None:
+        """Return that of a model, if its schedule is or was tuned."""
+        return _tunings.get(owner)
+
+    def current(self) -> int:
+        """Return the number of the schedule that runs now. Called before each forward.
 
         Raises:
             RuntimeError: A step is being captured; or ranks cannot exchange what they have measured.
         """
-        if self.chosen is not None:
-            return self.chosen
-        coordinator = self._owner.coordinator
+        owner = self._owner()
+        if self.chosen is not None or owner is None:
+            return self.chosen or 0
+        coordinator, device = owner.coordinator, owner.buckets[0].device
         if coordinator.is_capturing:
             raise RuntimeError(
                 f"options['tune'] is measuring schedules (step {self._steps + 1}), and a step is being captured, which "
@@ -304,60 +301,42 @@ class Tuning:
                 f"file that is then written: options={{'schedule': '{self._where}'}}."
             )
         if coordinator.steps == self._step:
-            return self._graphs[self._running]  # another microbatch of the same step
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            return self._running  # another microbatch of the same step
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds, follows = time.perf_counter() - self._begun, coordinator.steps == self._step + 1
         self._step, self._steps = coordinator.steps, self._steps + 1
         if self._steps > 1 and follows:  # the first step has first calls in it
             self._race.note(seconds)
-            if not self._race.queue:
-                self._end_round()
+            if not self._race.queue and self._end_round(owner):
+                self.chosen = self._running = self._race.ranking()[0]
+                self._report()
+                return self.chosen
         if self._steps:
-            self._running = self._race.queue[0] if self._race.queue else self._race.ranking()[0]
+            self._running = self._race.queue[0]
         self._begun = time.perf_counter()
-        return self.chosen or self._graphs[self._running]
+        return self._running
 
-    def _end_round(self) -> None:
+    def _end_round(self, owner: ShardedModel) -> bool:
+        def exchange(seconds: list[float]) -> list[float]:
+            if not has_others(owner.members.agreeing):
+                return seconds
+            lines = [f"options['tune']: {len(seconds)} steps were measured before step {self._step}"]
+            slowest: list[float] = owner.coordinator.conclude("measured schedules", lines, seconds, _slowest)
+            return slowest
+
         try:
-            is_over = self._race.end_round(self._exchange)
+            return self._race.end_round(exchange)
         except BaseException:
-            self.chosen = self._graphs[0]
+            self.chosen = 0
             raise
-        if is_over:
-            self._finish()
 
-    def _exchange(self, seconds: list[float]) -> list[float]:
-        owner = self._owner
-        if not has_others(owner.members.agreeing):
-            return seconds
-        lines = [f"options['tune']: {len(seconds)} steps were measured before step {self._step}"]
-        slowest: list[float] = owner.coordinator.conclude("measured schedules", lines, seconds, _slowest)
-        return slowest
-
-    def _finish(self) -> None:
+    def _report(self) -> None:
         ranking = self._race.ranking()
-        self.chosen = chosen = self._graphs[ranking[0]]
-        self.lines = lines = self._lines(ranking)
-        records = self._owner.compiled_graphs
-        records[:] = [chosen.record if each is self._graphs[0].record else each for each in records]
-        chosen.record.reports.setdefault(None, []).append(Report("tune", lines))
-        self.times = {self._label(number): self._race.times[number] for number in ranking}
-        self._graphs.clear()
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._write(str(ScheduleText.of(chosen.record.schedules)) + "".join(f"# {line}\n" for line in lines))
-            if self._tells:
-                progress.tell(f"{lines[0]}. Written to {self._where}.")
-
-    def _write(self, text: str) -> None:
-        write_text(self._where, text)
-
-    def _lines(self, ranking: Sequence[int]) -> list[str]:
-        """Say what was found, in a line; then what was tried."""
         best = {number: min(self._race.times[number]) for number in ranking}
-        graphs = self._graphs
-        predicted = min(ranking, key=lambda number: (self._predicted(number), not graphs[number].policy.is_solved))
-        found = [f"tuned the schedule in {self._steps} steps: {best[ranking[0]]:.4g} s with {self._label(ranking[0])}"]
+        predicted = min(ranking, key=lambda n: (self.schedules[n].seconds, not self.schedules[n].policy.is_solved))
+        label = {number: label_of(self.schedules[number].policy) for number in ranking}
+        found = [f"tuned the schedule in {self._steps} steps: {best[ranking[0]]:.4g} s with {label[ranking[0]]}"]
         for number, what in ((0, "that trains without tuning"), (predicted, "predicted to be fastest")):
             if number == ranking[0]:
                 found.append(f"it is the one {what}")
@@ -366,19 +345,60 @@ class Tuning:
                 found.append(f"{best[number]:.4g} s ({more:+.1%}) with the one {what}")
         lines = ["; ".join(found)]
         for number in ranking:
-            count = len(self._race.times[number])
-            lines.append(
-                f"{best[number]:.4g} s (shortest of {count}), predicted {self._predicted(number):.4g} s: "
-                f"{self._label(number)}"
-            )
-        return [*lines, *self._left_out]
+            told = f"{best[number]:.4g} s (shortest of {len(self._race.times[number])})"
+            lines.append(f"{told}, predicted {self.schedules[number].seconds:.4g} s: {label[number]}")
+        self.lines = [*lines, *self._left_out]
+        self.times = {label[number]: self._race.times[number] for number in ranking}
 
-    def _predicted(self, number: int) -> float:
-        seconds = self._graphs[number].seconds
-        return seconds if seconds is not None else math.inf
+    def write(self, schedule: ScheduleText) -> None:
+        """Write the schedule that was found to the file, and tell about it, on the first rank."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_text(self._where, str(schedule) + "".join(f"# {line}\n" for line in self.lines))
+            if self._tells:
+                progress.tell(f"{self.lines[0]}. Written to {self._where}.")
 
-    def _label(self, number: int) -> str:
-        return label_of(self._graphs[number].policy)
+
+_tunings: weakref.WeakKeyDictionary[ShardedModel, Tuning] = weakref.WeakKeyDictionary()
+
+
+class TunedGraph:
+    """One of Dynamo's graphs, compiled with each schedule that its model tries.
+
+    Ranks can have different graphs, for batches of different shapes: all follow the same schedule in the same step.
+
+    Args:
+        tuning: Decides.
+        graphs: By the numbers of the schedules.
+    """
+
+    def __init__(self, tuning: Tuning, graphs: Sequence[CompiledGraph]) -> None:
+        self._tuning, self._graphs = tuning, list(graphs)
+        self._chosen: CompiledGraph | None = None
+        tuning.graphs.add(self)
+
+    def current(self, owner: ShardedModel) -> CompiledGraph:
+        """Return what runs now for a model. Another instance than the one that is tuned runs the first schedule."""
+        if self._chosen is not None:
+            return self._chosen
+        if Tuning.of(owner) is not self._tuning:
+            return self._graphs[0]
+        number = self._tuning.current()
+        if self._tuning.chosen is None:
+            return self._graphs[number]
+        for graph in self._tuning.graphs:
+            graph._keep(number, owner)
+        assert self._chosen is not None
+        if self._tuning.lines:
+            self._tuning.write(ScheduleText.of(self._chosen.record.schedules))
+        return self._chosen
+
+    def _keep(self, number: int, owner: ShardedModel) -> None:
+        """Keep one of the graphs; the memory of the others is free."""
+        first, self._chosen = self._graphs[0].record, self._graphs[number]
+        records = owner.compiled_graphs
+        records[:] = [self._chosen.record if each is first else each for each in records]
+        self._chosen.record.reports.setdefault(None, []).append(Report("tune", self._tuning.lines))
+        self._graphs.clear()
 
 
 def _slowest(offers: Sequence[Sequence[float]]) -> list[float]:

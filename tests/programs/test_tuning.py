@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from pool import on_ranks
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.backend import tuning
-from mfsdp_compile.backend.tuning import RETRIES, ROUNDS, Race
+from mfsdp_compile.backend.tuning import RETRIES, ROUNDS, Race, Tuning
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 
 STEPS = 1 + sum(most * steps for most, steps in ROUNDS) + RETRIES
@@ -93,9 +96,9 @@ class Trained:
         self.call: Any = torch.compile(self.model, backend="mfsdp", options={"inner": mode, **options})
         self.slow, self.losses = slow, list[float]()
 
-    def step(self, count: int = 1) -> None:
+    def step(self, count: int = 1, rows: int = 3) -> None:
         for _ in range(count):
-            x = torch.linspace(-1, 1, 24).view(3, 8) + dist.get_rank() + len(self.losses) / 10
+            x = torch.linspace(-1, 1, rows * 8).view(rows, 8) + dist.get_rank() + len(self.losses) / 10
             for half in (x, -x):  # microbatches
                 loss = self.call(half)
                 loss.backward()
@@ -105,9 +108,13 @@ class Trained:
             self.losses.append(loss.item())
 
     @property
+    def graphs(self) -> list[Any]:
+        return self.model.sharded.compiled_graphs
+
+    @property
     def told(self) -> Sequence[str]:
         """Lines of the report of tuning; none: it has not ended."""
-        (record,) = self.model.sharded.compiled_graphs
+        (record, *_) = self.graphs
         found = [report for report in record.reports.get(None, []) if report.name == "tune"]
         return found[0].lines if found else []
 
@@ -143,13 +150,46 @@ def test_bits_of_losses_stay(mode: str) -> None:
     assert ScheduleText.of(again.schedules) == ScheduleText.of(found.schedules)
 
 
+@on_ranks(2, timeout=240)
+def test_batches_of_other_shapes() -> None:
+    """One rank compiles again while schedules are measured. All graphs of a model follow the same schedule."""
+    runs = {}
+    for options in ({}, {"tune": os.devnull}):
+        with mock.patch.object(tuning.Tuning, "write"):
+            run = runs[bool(options)] = Trained(AOT_EAGER, **options)
+            run.step(4)
+            for _ in range(STEPS):
+                run.step(rows=5 if dist.get_rank() and len(run.losses) % 3 else 3)
+            run.step(rows=7)  # compiled when the schedule is known
+            run.step()
+    found = Tuning.of(runs[True].model.sharded)
+    assert found is not None
+    assert found.chosen is not None
+    assert runs[True].losses == runs[False].losses
+    first, *others = (ScheduleText.of(record.schedules) for record in runs[True].graphs)
+    assert others
+    assert all(other == first for other in others)
+
+
+@on_ranks(1, timeout=120)
+def test_a_model_is_freed() -> None:
+    with mock.patch.object(tuning.Tuning, "write"):
+        run = Trained(AOT_EAGER, tune=True)
+        run.step(3)
+        alive = weakref.ref(run.model.sharded)
+        del run
+        torch._dynamo.reset()
+        gc.collect()
+        assert alive() is None
+
+
 @pytest.mark.long
 @on_ranks(2, timeout=240)
 def test_what_is_tuned() -> None:
     """Evaluation, deterministic runs, and numbers that are given, are not."""
 
     def tried(**options: Any) -> set[str]:
-        with mock.patch.object(tuning.Tuning, "_write"):
+        with mock.patch.object(tuning.Tuning, "write"):
             run = Trained(AOT_EAGER, tune=True, **options)
             with torch.no_grad():
                 run.call(torch.ones(3, 8))
