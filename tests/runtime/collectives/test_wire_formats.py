@@ -204,7 +204,7 @@ def test_steps_in_backward() -> None:
 def test_stochastic_rounding_is_the_same_everywhere(mode: str) -> None:
     """In compiled code, and in another process: random numbers come from the values."""
     policy = MixedPrecisionPolicy(grad_comm_dtype=torch.int4, grad_sum_dtype=F32, grad_comm_rounding="stochastic")
-    model, call = make("optim_grads_params", INDUCTOR, mixed_precision_policy=policy)
+    model, call = make("optim_grads_params", mode, mixed_precision_policy=policy)
 
     def drawn(block: Tensor, format: str) -> Tensor:
         raise AssertionError
