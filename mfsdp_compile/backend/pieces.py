@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.context import NodeKind
 from mfsdp_compile.passes.stretches import PACK, CannotCut, Stretch, communicates_inside, divide, graphs_of
 from mfsdp_compile.runtime import compat
 
@@ -381,15 +382,13 @@ def _take_buffers(piece: Piece) -> None:
 def _pack_where_computed(graph: fx.Graph) -> None:
     """Let each stretch write the gradients that it computes to the bucket, if several compute those of a bucket.
 
-    Otherwise the last one would copy what others have computed. The bucket then exists from its first gradient on.
-    Buckets in communication buffers stay as they are: it is not known that a buffer is free before the bucket is
-    packed.
+    Otherwise the last one would copy what others have computed. The bucket then exists from its first gradient on. It
+    is in a communication buffer only if other buckets are gathered and nothing else happens until it is packed:
+    otherwise it is not known that the buffer is free so early.
     """
     divided, done = divide(graph), list[fx.Node]()
     for pack in graph.find_nodes(op="call_function", target=PACK):
-        gradients, offsets, numel, dtype, capacity, _ = [*pack.args, 0, 0][:6]
-        if capacity:
-            continue
+        gradients, offsets, numel, dtype, capacity, count = [*pack.args, 0, 0][:6]
         parts: dict[Stretch, list[int]] = {}
         for number, gradient in enumerate(gradients):
             computed = gradient
@@ -400,11 +399,15 @@ def _pack_where_computed(graph: fx.Graph) -> None:
                 parts.setdefault(stretch, []).append(number)
         if not parts:
             continue
+        first = min(parts, key=divided.plan.index)
+        between = divided.plan[divided.plan.index(first) : divided.plan.index(divided.stretch_of[pack])]
+        if capacity and not all(isinstance(item, Stretch) or _gathers(item) for item in between):
+            continue
         value: Tensor = pack.meta["val"]
-        with graph.inserting_before(min(parts, key=divided.stretches.index).nodes[0]):
-            memory = graph.call_function(_GRADIENT_BUFFER, (0, 0, numel, dtype, value.device))
+        with graph.inserting_before(first.nodes[0]):
+            memory = graph.call_function(_GRADIENT_BUFFER, (capacity, count, numel, dtype, value.device))
         memory.meta["val"] = value
-        for stretch in sorted(parts, key=divided.stretches.index):
+        for stretch in sorted(parts, key=divided.plan.index):
             last, copies = stretch.nodes[-1], dict[fx.Node, fx.Node]()
             for number in parts[stretch]:
                 last = _copy_views(gradients[number], last, copies)
@@ -425,6 +428,10 @@ def _pack_where_computed(graph: fx.Graph) -> None:
     for pack in done:
         graph.erase_node(pack)
     graph.lint()
+
+
+def _gathers(node: fx.Node) -> bool:
+    return any(roles.has_kind(node, kind) for kind in (NodeKind.START_GATHER, NodeKind.GATHERED))
 
 
 def _gaps(gradients: Sequence[fx.Node], offsets: Sequence[int], numel: int) -> list[int]:
