@@ -16,6 +16,8 @@ from mfsdp_compile.passes.context import Context
 
 GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
 REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due", "exchange_slices"}
+ELEMENTWISE = {"", "mul"}
+"""What scales and casts results of reductions: kernels, and the operator that stays alone between two collectives."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 
 
@@ -112,7 +114,7 @@ def facts(recordings: Sequence[Recording], wanted: dict[str, Wanted]) -> dict[st
             "found": named,
             "races": _races(recording),
             "syncs": [*recording.syncs, *_syncs_in(recording.source)],
-            "calls": len(re.findall(r"^ +# subgraph: ", recording.source, re.MULTILINE)),
+            "calls": recording.calls,
         }
         for position, (storage, end) in packed.items():
             if position in theirs.slots:
@@ -186,7 +188,7 @@ def _leads_to(events: Sequence[Event], storage: int, results: dict[int, int]) ->
     reached = {storage}
     for event in events:
         read, written = ({span.storage for span in spans} for spans in (event.reads, event.writes))
-        is_elementwise = event.kernel is not None and len(event.reads) == len(event.writes)
+        is_elementwise = event.operator in ELEMENTWISE and len(event.reads) == len(event.writes)
         if read & reached and (is_elementwise or event.operator in REDUCTIONS):
             reached |= written
         elif event.operator != "wait_tensor":
@@ -218,9 +220,8 @@ _SYNCS = re.compile(r"\.item\(|\.cpu\(|\.tolist\(|synchronize\(|cudaStreamSynchr
 
 
 def _syncs_in(source: str) -> Iterator[str]:
-    """Yield lines of generated code that wait for the device. What follows ``call`` only benchmarks the code."""
-    code = source.split("def benchmark_compiled_module")[0].split("def get_args")[0]
-    for line in code.splitlines():
+    """Yield lines of generated code that wait for the device."""
+    for line in source.splitlines():
         if _SYNCS.search(line) and not line.lstrip().startswith("#"):
             yield line.strip()
 

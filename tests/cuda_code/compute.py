@@ -14,16 +14,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import fake_gpu
 
@@ -46,35 +49,52 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import wrong_code
 from cuda_rows import SMALL, Setting, models
-from generating import compiled_with, fake_ranks, forget_groups, modules_are_seen, on_fake_device, phase_of, shard
-from host_device import HostDevice, poisoning_reuse, prepare
-from late_collectives import Traffic, late_collectives
+from generating import (
+    codes_are_seen,
+    compiled_with,
+    fake_ranks,
+    forget_groups,
+    modules_are_seen,
+    on_fake_device,
+    shard,
+)
+from host_device import HostDevice, poisoning_reuse, prepare, wrapper_of
+from late_collectives import Traffic, late_collectives, poison
 from torch import Tensor, nn
 
 from mfsdp_compile.backend import compile as backend
+from mfsdp_compile.backend.straight_line import Code, Runner
+from mfsdp_compile.passes.context import phase_of
 
 
-def _parts(module: ModuleType) -> tuple[str, dict[str, interpreter.InterpretedKernel]]:
-    """Return the code of a module after its kernels are made, and the kernels."""
-    source = Path(str(module.__file__)).read_text(encoding="utf-8")
-    body = source[source.index("async_compile.wait(globals())") :]
-    body = body.split("def get_args")[0].split("def benchmark_compiled_module")[0]
-    body = body.replace("async_compile.wait(globals())", "").replace("del async_compile", "")
-    if not hasattr(module, "kernels_as_made"):
-        module.kernels_as_made = {  # type: ignore[attr-defined]
-            name: value for name, value in vars(module).items() if isinstance(value, interpreter.InterpretedKernel)
-        }
-    return body, module.kernels_as_made
+@dataclass
+class Generated:
+    """A row's code for a GPU.
+
+    Args:
+        modules: What Inductor has generated for the pieces.
+        codes: What calls the pieces, by phase.
+        run: What runs these, as the backend returned it.
+        on_host: How they run.
+    """
+
+    modules: list[ModuleType] = field(default_factory=list)
+    codes: dict[str, Code] = field(default_factory=dict)
+    run: Callable[..., Any] | None = None
+    on_host: dict[str, Runner] = field(default_factory=dict)
 
 
-def run_on_host(modules: dict[str, ModuleType], mutant: str) -> None:
-    """Let generated modules run on the host, changed by a mutant."""
+def run_on_host(generated: Generated, mutant: str) -> None:
+    """Let generated code run on the host, changed by a mutant."""
     changed = False
-    for phase, module in modules.items():
-        source, kernels = _parts(module)
-        parameters = {name: kernel.parameters for name, kernel in kernels.items()}
-        right = poisoning_reuse(source, parameters)
-        wrapper = wrong_code.wrapper(mutant, phase, right)
+    for module in generated.modules:
+        if not hasattr(module, "kernels_as_made"):
+            module.kernels_as_made = {  # type: ignore[attr-defined]
+                name: value for name, value in vars(module).items() if isinstance(value, interpreter.InterpretedKernel)
+            }
+        kernels = module.kernels_as_made
+        right = poisoning_reuse(wrapper_of(module), {name: kernel.parameters for name, kernel in kernels.items()})
+        wrapper = right if changed else wrong_code.piece(mutant, right)
         vars(module).update(kernels)  # without what an earlier mutant has changed
         changed |= wrapper != right
         for name, kernel in kernels.items():
@@ -82,14 +102,19 @@ def run_on_host(modules: dict[str, ModuleType], mutant: str) -> None:
             if edited != kernel.source:
                 vars(module)[name], changed = interpreter.InterpretedKernel(name, edited), True
         prepare(module, wrapper)
-        call = module.runner.call if hasattr(module, "runner") else module.Runner(partitions=[]).call
-
-        def on_host(arguments: list[Any], call: Callable[..., Any] = call) -> Any:
-            with HostDevice():
-                return call(arguments)
-
-        module.on_host = on_host  # type: ignore[attr-defined]
+        module.on_host = module.runner.call if hasattr(module, "runner") else module.Runner(partitions=[]).call  # type: ignore[attr-defined]
+    for phase, code in generated.codes.items():
+        source = wrong_code.graph(mutant, phase, code.source)
+        changed |= source != code.source
+        constants = code.constants | {"_poison_reused": poison}
+        function = replace(code, source=source, constants=constants, _function=None).function()
+        generated.on_host[phase] = functools.partial(_run_on_host, function)
     assert changed == bool(mutant), f"{mutant!r} changed nothing"
+
+
+def _run_on_host(function: Runner, arguments: list[Any]) -> Any:
+    with HostDevice():
+        return function(arguments)
 
 
 @contextlib.contextmanager
@@ -180,10 +205,9 @@ def row(number: int, name: str, setting: Setting, way: str, mutant: str) -> dict
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         if way == "wrapper":
-            modules, code = _generated_once(name, setting)
-            run_on_host(modules, mutant)
-            stack.callback(setattr, backend, "_compile_inner", backend._compile_inner)
-            backend._compile_inner = _in_place_of(code)  # type: ignore[assignment]
+            generated = _generated_once(name, setting)
+            run_on_host(generated, mutant)
+            stack.enter_context(mock.patch.object(backend, "_compile_inner", _in_place_of(generated.run)))
         else:
             stack.enter_context(inductor_config.patch(cpu_backend="triton"))
         stack.enter_context(_group(number))
@@ -191,46 +215,49 @@ def row(number: int, name: str, setting: Setting, way: str, mutant: str) -> dict
         return step(make, units, make_inputs, setting, traffic)
 
 
-def _in_place_of(code: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place_of(run: Callable[..., Any] | None) -> Callable[..., Any]:
     """Compile as the backend does, which decides and makes groups, and return the code of another process group."""
     compile_inner = backend._compile_inner
 
-    def compile_here(gm: Any, inputs: Any, options: Any, record: Any) -> Callable[..., Any]:
-        compile_inner(gm, inputs, dataclasses.replace(options, inner="aot_eager"), record)
-        return code
+    def compile_here(gm: Any, inputs: Any, options: Any, *more: Any) -> Any:
+        compile_inner(gm, inputs, replace(options, inner="aot_eager"), *more)
+        return run
 
     return compile_here
 
 
-_generated: dict[str, Any] = {}
+_generated: dict[str, Generated] = {}
 
 
-def _generated_once(name: str, setting: Setting) -> tuple[dict[str, ModuleType], Callable[..., Any]]:
-    """Return the modules of a row by phase, and what calls them."""
+def _generated_once(name: str, setting: Setting) -> Generated:
     key = json.dumps([name, dataclasses.asdict(setting)])
     if key not in _generated:
-        modules: dict[str, ModuleType] = {}
-        found: list[Callable[..., Any]] = []
+        generated = Generated()
         compile_inner = backend._compile_inner
 
-        def see(graph: Any, module: Any) -> None:
-            modules[phase_of(graph)] = module
+        def see_module(_: Any, module: Any) -> None:
+            generated.modules.append(module)
             module.call = lambda arguments: module.on_host(arguments)
 
-        def keep(*args: Any) -> Callable[..., Any]:
-            found.append(compile_inner(*args))
-            return found[-1]
+        def see_code(graph: Any, code: Code) -> None:
+            phase = phase_of(graph).value
+            generated.codes[phase] = code
+            code._function = lambda arguments: generated.on_host[phase](arguments)
 
-        backend._compile_inner = keep
-        try:
-            on_device = on_fake_device(name, SMALL, setting.dtype)
-            with fake_ranks(WORLD, RANK), modules_are_seen(see), on_device as (model, units, inputs):
-                model = shard(model, units, setting, "cuda")
-                compiled_with(lambda *graph: backend.mfsdp(*graph, options=dict(setting.options)), model, inputs)
-        finally:
-            backend._compile_inner = compile_inner
-        (code,) = found
-        _generated[key] = modules, code
+        def keep(*args: Any) -> Any:
+            generated.run = compile_inner(*args)
+            return generated.run
+
+        with (
+            mock.patch.object(backend, "_compile_inner", keep),
+            fake_ranks(WORLD, RANK),
+            modules_are_seen(see_module),
+            codes_are_seen(see_code),
+            on_fake_device(name, SMALL, setting.dtype) as (model, units, inputs),
+        ):
+            model = shard(model, units, setting, "cuda")
+            compiled_with(lambda *graph: backend.mfsdp(*graph, options=dict(setting.options)), model, inputs)
+        _generated[key] = generated
     return _generated[key]
 
 

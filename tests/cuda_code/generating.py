@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from cuda_rows import PRECISIONS, Setting, Sizes, models
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,8 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, distributed_index, fully_shard_model, sharding
+from mfsdp_compile.backend import compile as backend
+from mfsdp_compile.backend.straight_line import Code
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.compat import distributed
+from mfsdp_compile.runtime.compat import distributed, pieces
 from mfsdp_compile.runtime.memory import host
 from mfsdp_compile.runtime.plan.meshes import build_topology
 
@@ -109,8 +112,10 @@ def _fetch(shard: Tensor, device: torch.device) -> Tensor:
     return torch.empty(shard.shape, dtype=shard.dtype, device=device)
 
 
-def phase_of(graph: GraphLowering) -> str:
-    return "backward" if graph.is_backward else "inference" if graph.is_inference else "forward"
+def code_of(module: ModuleType) -> str:
+    """Return the source of a module that Inductor has generated, without what only benchmarks it."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    return source.split("def benchmark_compiled_module")[0].split("def get_args")[0]
 
 
 @contextlib.contextmanager
@@ -123,15 +128,27 @@ def modules_are_seen(see: Callable[[GraphLowering, ModuleType], None]) -> Iterat
         see(self, module)
         return module
 
-    GraphLowering.compile_to_module = compile_to_module
-    try:
-        with (
-            functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-            inductor_config.patch(fx_graph_cache=False, joint_graph_constant_folding=False),
-        ):
-            yield
-    finally:
-        GraphLowering.compile_to_module = compiles
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        mock.patch.dict(pieces._pieces, clear=True),
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False, joint_graph_constant_folding=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def codes_are_seen(see: Callable[[fx.Graph, Code], None]) -> Iterator[None]:
+    """Context in which ``see`` gets each graph that is cut into pieces, and the code that calls them."""
+    cuts = backend._run_in_pieces
+
+    def run_in_pieces(*given: Any) -> Code:
+        code = cuts(*given)
+        see(given[-1].graph, code)
+        return code
+
+    with mock.patch.object(backend, "_run_in_pieces", run_in_pieces):
+        yield
 
 
 class _Compiled(BaseException):

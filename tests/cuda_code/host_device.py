@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from generating import code_of
 from late_collectives import poison
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -38,13 +39,14 @@ def _reinterpret(tensor: Tensor, size: Sequence[int], stride: Sequence[int], off
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
-def prepare(module: ModuleType, source: str) -> None:
-    """Let a module of generated code run on the host.
+def wrapper_of(module: ModuleType) -> str:
+    """Return the code of a generated module that runs after its kernels are made."""
+    return code_of(module).partition("del async_compile")[2]
 
-    Args:
-        source: What of the module runs after its kernels are made; see :func:`poisoning_reuse`.
-    """
-    exec(compile(source, f"{module.__file__}, on the host", "exec"), module.__dict__)
+
+def prepare(module: ModuleType, wrapper: str) -> None:
+    """Let a module of generated code run on the host, with what :func:`wrapper_of` returns, or with a changed one."""
+    exec(compile(wrapper, f"{module.__file__}, on the host", "exec"), module.__dict__)
     module.__dict__.update(
         empty_strided_cuda=_empty,
         reinterpret_tensor=_reinterpret,

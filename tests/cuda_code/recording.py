@@ -1,33 +1,30 @@
 """Run generated code on fake tensors, and record what it would launch and in which memory.
 
-Inductor's wrapper is Python: it allocates, launches Triton kernels, calls operators, and calls regions as functions.
-Run on tensors without memory it does all this and computes nothing. What is recorded is the order in which one stream
-sees it, with the storage that each launch reads and writes.
+A graph runs as Python: code that communicates and calls pieces, and Inductor's for each piece, which allocates,
+launches Triton kernels and calls operators. Run on tensors without memory it does all this and computes nothing. What
+is recorded is the order in which one stream sees it, with the storage that each launch reads and writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from dispatching import written
-from generating import compiled_with, modules_are_seen, phase_of
-from torch import Tensor
+from generating import code_of, codes_are_seen, compiled_with, modules_are_seen
+from torch import Tensor, fx
+from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_text import Kernel, read_kernel
 
-from mfsdp_compile.backend import compile as back
-from mfsdp_compile.passes import context
+from mfsdp_compile.backend.straight_line import Code
+from mfsdp_compile.passes.context import phase_of
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.compat import pieces as known_pieces
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,7 @@ class Recording:
         inputs, outputs: Storages of the tensors that the code takes and returns, by position; None for other values.
         events: What it launches and calls, in order.
         syncs: Operators that would wait for the device or copy to the host.
+        calls: How often it calls the piece with the most operators.
     """
 
     phase: str
@@ -86,6 +84,7 @@ class Recording:
     outputs: list[int | None] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     syncs: list[str] = field(default_factory=list)
+    calls: int = 1
 
 
 class _Launcher:
@@ -200,6 +199,8 @@ class _Recorder(TorchDispatchMode):
             return None
         if func is torch.ops.aten._scaled_mm.out:  # has no fake kernel
             result = kwargs["out"]
+        elif operator == "wait_tensor":  # its fake kernel returns other memory
+            result = args[0]
         else:
             result = func(*args, **kwargs)
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
@@ -270,46 +271,34 @@ def _moved(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
 
 
 def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: bool) -> list[Recording]:
-    """Return the recordings of a model's graphs."""
-    recordings: list[Recording] = []
-
-    def see(graph: Any, module: Any) -> None:
-        source = Path(module.__file__).read_text(encoding="utf-8")
-        given = [node.meta.get("val") for node in graph.orig_gm.graph.find_nodes(op="placeholder")]
-        with graph.fake_mode:
-            recordings.append(record(phase_of(graph), source, module, module.call, given))
-
+    """Return the recordings of a model's graphs: of the code that calls pieces, or of Inductor's for whole graphs."""
+    lowered: list[tuple[GraphLowering, ModuleType, Any]] = []
+    cut: list[tuple[fx.Graph, Code, Any]] = []
     grad = contextlib.nullcontext() if trains else torch.no_grad()
-    with kernels_are_recorded(), modules_are_seen(see), grad:
+    with (
+        kernels_are_recorded(),
+        modules_are_seen(lambda graph, module: lowered.append((graph, module, graph.fake_mode))),
+        codes_are_seen(lambda graph, code: cut.append((graph, code, compat.fake_mode_of(graph)))),
+        grad,
+    ):
         compiled_with(compile_graph, model, inputs)
+    for _, module, _ in lowered:
+        _without_memory(module)
+    recordings = []
+    for graph, code, mode in cut:
+        with mode:
+            recordings.append(_recorded(phase_of(graph).value, code.source, code.function(), _inputs(graph)))
+        largest = max(code.callees, key=lambda name: code.callees[name].operators)
+        recordings[-1].calls = code.source.count(f" = {largest}(")
+    if cut:
+        recordings[0].source += "".join(code_of(module) for _, module, _ in lowered)
+        return recordings
+    for whole, module, mode in lowered:
+        phase = "backward" if whole.is_backward else "inference" if whole.is_inference else "forward"
+        with mode:
+            recordings.append(_recorded(phase, code_of(module), module.call, _inputs(whole.orig_gm.graph)))
     return recordings
 
 
-def recordings_of_pieces(model: Any, inputs: list[Any], compile_graph: Any) -> list[Recording]:
-    """Return the recordings of the graphs of a model that is trained in pieces: of the code that calls them."""
-    recordings: list[Recording] = []
-    compiles = back._run_in_pieces
-
-    def run_and_record(finish: Any, settings: Any, record: Any, module: Any) -> Any:
-        code = compiles(finish, settings, record, module)
-        function = code.function()
-        given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        source = "".join(linecache.getlines(function.__code__.co_filename))
-        with compat.fake_mode_of(module.graph):
-            recordings.append(_recorded(context.phase_of(module.graph).value, source, function, given))
-        return code
-
-    pieces = known_pieces._pieces
-    known = dict(pieces)
-    pieces.clear()  # those without recorded kernels
-    try:
-        with (
-            mock.patch.object(back, "_run_in_pieces", run_and_record),
-            kernels_are_recorded(),
-            modules_are_seen(lambda _, module: _without_memory(module)),
-        ):
-            compiled_with(compile_graph, model, inputs)
-    finally:
-        pieces.clear()
-        pieces.update(known)
-    return recordings
+def _inputs(graph: fx.Graph) -> list[Any]:
+    return [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]

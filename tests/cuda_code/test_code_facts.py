@@ -100,9 +100,7 @@ def test_syncs() -> None:
     def call(args: list[Any]) -> tuple[Any, ...]:
         return (args[0].cpu(),)
 
-    source = (
-        "def call(args):\n    # .cpu()\n    return (args[0].cpu(),)\ndef benchmark_compiled_module():\n    x.cpu()\n"
-    )
+    source = "def call(args):\n    # .cpu()\n    return (args[0].cpu(),)\n"
     with FakeTensorMode(allow_non_fake_inputs=True):
         recording = record("forward", source, Module(), call, [torch.empty(2, device="meta")])  # type: ignore[arg-type]
     (phase,) = facts([recording], {"forward": _NOTHING})["phases"].values()

@@ -25,7 +25,7 @@ import torch
 from code_facts import GATHERS, PRODUCTS, REDUCTIONS
 from cuda_rows import RANKS, Setting, Sizes, models
 from generating import fake_ranks, on_fake_device, shard
-from recording import Event, Recording, recordings_of, recordings_of_pieces
+from recording import Event, Recording, recordings_of
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -87,10 +87,7 @@ def of_layers(layers: int, options: dict[str, Any] | None, precision: str) -> Co
             return cost(recordings_of(model, inputs, compile_fx, True))
         with fake_ranks(RANKS):
             model = shard(model, units, setting, "cuda")
-            compile_graph = lambda *graph: mfsdp(*graph, options=options)  # noqa: E731
-            if options.get("inner") == "inductor_whole":
-                return cost(recordings_of(model, inputs, compile_graph, True))
-            return cost(recordings_of_pieces(model, inputs, compile_graph))
+            return cost(recordings_of(model, inputs, lambda *graph: mfsdp(*graph, options=options), True))
 
 
 def layer(options: dict[str, Any] | None, precision: str = "mixed") -> Cost:
@@ -196,8 +193,6 @@ def main() -> None:
         "not sharded": layer(None),
         "mfsdp compiled": layer({}),
         "mfsdp compiled, `regions` False": layer({"regions": False}),
-        "mfsdp compiled whole": layer({"inner": "inductor_whole"}),
-        "mfsdp compiled whole, `regions` False": layer({"inner": "inductor_whole", "regions": False}),
         "FSDP2 compiled by block": of_block + copies,
         "FSDP2's hooks alone": copies,
     }

@@ -19,8 +19,8 @@ fake_gpu.start("sm_90", Path(sys.argv[1]), TRITON_INTERPRET="1")
 
 import interpreter
 import torch
-from generating import modules_are_seen
-from host_device import HostDevice, prepare
+from generating import code_of, modules_are_seen
+from host_device import HostDevice, prepare, wrapper_of
 from interpreter import InterpretedKernel
 from recording import Recording, kernels_are_recorded, record
 from torch import Tensor, nn
@@ -69,10 +69,9 @@ def moved(optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> list[Re
     found = []
 
     def see(graph: Any, module: ModuleType) -> None:
-        source = Path(str(module.__file__)).read_text(encoding="utf-8")
         given = [node.meta.get("val") for node in graph.orig_gm.graph.find_nodes(op="placeholder")]
         with graph.fake_mode:
-            found.append(record("inference", source, module, module.call, given))
+            found.append(record("inference", code_of(module), module, module.call, given))
 
     with kernels_are_recorded():
         generated(optimizer, state, see)
@@ -84,10 +83,8 @@ def computed(optimizer: torch.optim.Optimizer, flat: Tensor, state: dict[str, Te
     modules: list[Any] = []
     kernel = generated(optimizer, state, lambda _, module: modules.append(module))
     (module,) = modules
-    source = Path(module.__file__).read_text(encoding="utf-8")
-    body = source[source.index("del async_compile") + len("del async_compile") :].split("def get_args")[0]
     assert any(isinstance(value, InterpretedKernel) for value in vars(module).values())
-    prepare(module, body.split("def benchmark_compiled_module")[0])
+    prepare(module, wrapper_of(module))
     call = module.runner.call if hasattr(module, "runner") else module.call
 
     def run(*args: Tensor) -> None:
