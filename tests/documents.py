@@ -58,6 +58,7 @@ NOT_RUN = {
     "a drawing": "no code at all",
     "a message": "of an error, which the test of messages compares with the sources",
     "here, but by tests/integrations/test_examples.py": "what leaves Trainer's and accelerate's global state behind",
+    "here, but by tests/programs/test_compiled_files.py": "needs compile caches, which tests switch off",
     "here, but by tests/integrations/test_torchao.py": "needs torchao, which that test looks for",
     "here, but by tests/integrations/test_qlora.py": "needs bitsandbytes or torchao, which that test looks for",
     "a GPU is needed": "tests/gpu runs the like of it",
