@@ -75,7 +75,7 @@ class Recording:
         inputs, outputs: Storages of the tensors that the code takes and returns, by position; None for other values.
         events: What it launches and calls, in order.
         syncs: Operators that would wait for the device or copy to the host.
-        calls: How often it calls the piece with the most operators.
+        calls: How often it calls a piece that may be a layer, at most.
     """
 
     phase: str
@@ -84,7 +84,7 @@ class Recording:
     outputs: list[int | None] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     syncs: list[str] = field(default_factory=list)
-    calls: int = 1
+    calls: int = 0
 
 
 class _Launcher:
@@ -270,6 +270,10 @@ def _moved(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     return reading + sum(tensor.numel() * tensor.element_size() for tensor in written)
 
 
+LAYER = 20
+"""Least number of operators of a layer. Pieces that only cast or scale have fewer."""
+
+
 def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: bool) -> list[Recording]:
     """Return the recordings of a model's graphs: of the code that calls pieces, or of Inductor's for whole graphs."""
     lowered: list[tuple[GraphLowering, ModuleType, Any]] = []
@@ -288,8 +292,8 @@ def recordings_of(model: Any, inputs: list[Any], compile_graph: Any, trains: boo
     for graph, code, mode in cut:
         with mode:
             recordings.append(_recorded(phase_of(graph).value, code.source, code.function(), _inputs(graph)))
-        largest = max(code.callees, key=lambda name: code.callees[name].operators)
-        recordings[-1].calls = code.source.count(f" = {largest}(")
+        layers = [name for name, piece in code.callees.items() if piece.operators >= LAYER]
+        recordings[-1].calls = max((code.source.count(f" = {name}(") for name in layers), default=0)
     if cut:
         recordings[0].source += "".join(code_of(module) for _, module, _ in lowered)
         return recordings
