@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,17 @@ import torch.distributed as dist
 
 from .backend.compile import source_digest
 from .runtime import compat
-from .runtime.untrusted_files import FileRefused, child, new_file, parse_json, read_bytes, read_text, typed, whole
+from .runtime.untrusted_files import (
+    FileRefused,
+    child,
+    members,
+    new_file,
+    parse_json,
+    read_bytes,
+    read_text,
+    typed,
+    whole,
+)
 
 MOST_BYTES = 4 << 30
 """Maximum size of a file."""
@@ -66,15 +77,16 @@ def save_compiled(path: str | Path) -> CompiledFiles:
     data, pieces, graphs = compat.cache_entries()
     if not data:
         raise RuntimeError(
-            "save_compiled has nothing to save: nothing was compiled so far. Run a training step first. What cannot be "
-            "cached, such as a pass without uuid() in options['passes'], or options={'report': True}, is not saved."
+            "save_compiled has nothing to save: nothing was compiled so far, or read from caches. Run a training step "
+            "first. What cannot be cached, such as a pass without uuid() in options['passes'], or "
+            "options={'report': True}, is not saved."
         )
     name = f"rank{_rank()}"
     libraries: dict[str, str] = {}
     size = len(data)
     for library in compat.libraries_of_pieces(cache):
         content = Path(library).read_bytes()
-        libraries[os.path.relpath(library, cache)] = _digest(content)
+        libraries[os.path.relpath(library, os.path.realpath(cache))] = _digest(content)
         size += len(content)
         _write(folder, f"libraries/{_digest(content)}", content)
     _write(folder, f"{name}.entries", data)
@@ -93,8 +105,8 @@ def save_compiled(path: str | Path) -> CompiledFiles:
 def load_compiled(path: str | Path) -> CompiledFiles:
     """Fill the compile caches of this machine with what :func:`save_compiled` has saved. Every rank calls it.
 
-    Call it before the model is called for the first time. A rank for which nothing was saved loads what rank 0 has
-    saved: pieces are the same for any number of ranks.
+    Call it before the model is called for the first time. A rank for which nothing was saved, or by another
+    installation, loads what the first rank has saved: pieces are the same for all ranks, and for any number of them.
 
     Args:
         path: The folder.
@@ -102,29 +114,47 @@ def load_compiled(path: str | Path) -> CompiledFiles:
     Raises:
         FileRefused: A file is damaged, or was saved by another version of this package or of torch, or for another
             device. Nothing is loaded.
-        FileNotFoundError: Nothing was saved there.
+        FileNotFoundError: Nothing was saved there, or a file is missing.
     """
     folder, cache = Path(path), _cache()
-    name = f"rank{_rank()}" if (folder / f"rank{_rank()}.json").is_file() else "rank0"
-    where = f"{folder / name}.json"
-    manifest = typed(parse_json(read_text(folder / f"{name}.json")), dict, where)
-    if manifest.get("format") != _FORMAT:
-        raise FileRefused(f"{where} was not written by save_compiled of this version")
+    where, manifest = _manifest(folder)
     libraries = typed(manifest.get("libraries"), dict, f"{where}: libraries")
     _compare(where, typed(manifest.get("made with"), dict, f"{where}: made with"), bool(libraries))
-    data = _read(folder / f"{name}.entries", manifest.get("entries"))
+    data = _read(where.with_suffix(".entries"), manifest.get("entries"))
     contents: dict[Path, bytes] = {}
     for library, expected in libraries.items():
         place = child(Path(cache), library)
         if place.suffix != ".so":
             raise FileRefused(f"{where} names {library!r} as a library, and libraries end with .so")
-        contents[place] = _read(child(folder, f"libraries/{typed(expected, str, where)}"), expected)
+        contents[place] = _read(child(folder, f"libraries/{typed(expected, str, str(where))}"), expected)
     pieces, graphs = (whole(manifest.get(what), f"{where}: {what}") for what in ("pieces", "graphs"))
     for place, content in contents.items():
         if not place.exists():
             _write(Path(cache), place.relative_to(cache).as_posix(), content)
-    compat.fill_caches(data)
+    if compat.fill_caches(data) != (pieces, graphs):
+        raise FileRefused(f"{where.with_suffix('.entries')} holds other entries than {where} says")
     return CompiledFiles(folder, pieces, graphs, len(data) + sum(map(len, contents.values())))
+
+
+def _manifest(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the manifest that this rank loads: its own, or else the first one that this installation has written."""
+    saved = [path for path in members(folder) if re.fullmatch(r"rank\d+\.json", path.name)]
+    if not saved:
+        raise FileNotFoundError(f"Nothing was saved in {folder}: there is no file that save_compiled writes.")
+    mine = folder / f"rank{_rank()}.json"
+    found = {}
+    for path in sorted(saved, key=lambda path: (path != mine, int(path.stem[4:]))):
+        try:
+            manifest = typed(parse_json(read_text(path)), dict, "the manifest")
+        except FileRefused as error:
+            raise FileRefused(f"{path} does not hold what save_compiled writes: {error}") from None
+        if manifest.get("format") != _FORMAT:
+            raise FileRefused(f"{path} was not written by save_compiled of this version")
+        found[path] = manifest
+        made = manifest.get("made with")
+        if isinstance(made, dict) and all(made.get(name) == value for name, value in _installation().items()):
+            return path, manifest
+    return next(iter(found.items()))
 
 
 def _rank() -> int:
@@ -163,13 +193,13 @@ def _processor() -> dict[str, str]:
     return {"processor": f"{platform.machine()}, features {_digest(flags.encode())[:16]}"}
 
 
-def _compare(where: str, theirs: Mapping[str, Any], has_libraries: bool) -> None:
+def _compare(where: Path, theirs: Mapping[str, Any], has_libraries: bool) -> None:
     mine = _installation() | (_processor() if has_libraries else {})
     if other := [name for name in mine if theirs.get(name) != mine[name]]:
-        told = "; ".join(f"{name} {theirs.get(name)!r:.200}, and here is {mine[name]!r}" for name in other)
+        here = [f"{name} {theirs.get(name)!r:.200}, and this installation has {mine[name]!r}" for name in other]
         raise FileRefused(
-            f"{where} was saved with {told}. Compiled code is for one installation and kind of device: train without "
-            "load_compiled, which compiles anew, and save again."
+            f"{where} was saved with {'; '.join(here)}. Compiled code is for one installation and kind of device: "
+            "train without load_compiled, which compiles anew, and save again."
         )
 
 

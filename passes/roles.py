@@ -228,7 +228,9 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    if not (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
+        return False
+    return bool(tensor_inputs(node))  # the conjugate of a number is a view of nothing
 
 
 def is_of_quantized(node: fx.Node) -> bool:

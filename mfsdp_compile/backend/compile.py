@@ -133,7 +133,11 @@ def mfsdp(
         return outputs
 
     def run(*args: Any) -> Any:
-        graph = tuned.current(args[place].mfsdp_handle.bucket.owner) if tuned is not None else compiled
+        graph = compiled
+        if tuned is not None:
+            owner = args[place].mfsdp_handle.bucket.owner
+            with _reporting_errors(owner.buckets):
+                graph = tuned.current(owner)
         buckets, backwards, tensors, rest = graph.call.exchange(args)
         owners = models_of(buckets)
         for owner in owners:
@@ -242,9 +246,11 @@ def _tuned(
         for each in tuning.schedules[1:]:
             graphs.append(compiles(replace(chosen, schedule=each.policy), explores=True, first=first))
         return TunedGraph(tuning, graphs)
+    where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
     found = candidates(record, record.prediction, chosen.given, _reshards(owner))
+    is_dynamic = any(piece.key is None for piece in record.pieces)
     compiled: dict[int, CompiledGraph] = {}
-    for number, each in enumerate(found):
+    for number, each in enumerate(found if not is_dynamic else ()):
         with (
             progress.one_step("schedules to try", f"{number + 1} of {len(found)}"),
             contextlib.suppress(NeedsOtherPieces),
@@ -258,7 +264,8 @@ def _tuned(
     schedules = [Candidate(chosen.schedule, seconds), *(found[number] for number in kept)]
     left = len(found) - len(kept)
     told = f"{left} more were not tried: they need other pieces, whose numbers would differ by rounding"
-    where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
+    if is_dynamic:
+        told = f"{left} more were not tried: whether they consist of the same pieces is not known where sizes change"
     tuning = Tuning(owner, schedules, [told] if left else [], where, chosen.progress)
     return TunedGraph(tuning, [first, *(compiled[number] for number in kept)])
 

@@ -223,6 +223,8 @@ class CompileOptions:
         _check_fp8(self.fp8_matmul, self.fp8_wgrad, self.fp8_filter)
         if not isinstance(self.tune, (bool, str)) or self.tune == "":
             raise TypeError(f"options['tune'] takes True, False or the path of a file to write, got {self.tune!r}")
+        if isinstance(self.tune, str) and os.path.isdir(self.tune):
+            raise ValueError(f"options['tune'] is the path of a file to write, and {self.tune} is a folder")
         if self.tune and self.inner == "inductor_whole":
             raise ValueError(
                 "options['tune'] tries several schedules, and with options['inner'] 'inductor_whole' each would be "

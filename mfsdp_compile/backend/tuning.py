@@ -32,11 +32,12 @@ from mfsdp_compile.passes.pipeline import CompileRecord, Prediction, usable_budg
 from mfsdp_compile.passes.solver.solve import solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import has_others
 from mfsdp_compile.runtime.ranks.digests import digest
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
-from mfsdp_compile.runtime.untrusted_files import write_text
+from mfsdp_compile.runtime.untrusted_files import FileRefused, write_text
 
 from .arguments import GraphArguments
 
@@ -352,10 +353,16 @@ class Tuning:
 
     def write(self, schedule: ScheduleText) -> None:
         """Write the schedule that was found to the file, and tell about it, on the first rank."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_text(self._where, str(schedule) + "".join(f"# {line}\n" for line in self.lines))
-            if self._tells:
-                progress.tell(f"{self.lines[0]}. Written to {self._where}.")
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        text = str(schedule) + "".join(f"# {line}\n" for line in self.lines)
+        try:
+            write_text(self._where, text)
+        except (OSError, FileRefused) as error:  # the training goes on
+            warn(f"The schedule that options['tune'] has found cannot be written to {self._where} ({error}):\n{text}")
+            return
+        if self._tells:
+            progress.tell(f"{self.lines[0]}. Written to {self._where}.")
 
 
 _tunings: weakref.WeakKeyDictionary[ShardedModel, Tuning] = weakref.WeakKeyDictionary()
@@ -385,20 +392,20 @@ class TunedGraph:
         number = self._tuning.current()
         if self._tuning.chosen is None:
             return self._graphs[number]
-        for graph in self._tuning.graphs:
-            graph._keep(number, owner)
+        kept = [graph._keep(number, owner) for graph in self._tuning.graphs]
+        if self._tuning.lines:  # with aot_eager, a backward that has not run was not compiled
+            self._tuning.write(ScheduleText.of(max((each.record.schedules for each in kept), key=len)))
         assert self._chosen is not None
-        if self._tuning.lines:
-            self._tuning.write(ScheduleText.of(self._chosen.record.schedules))
         return self._chosen
 
-    def _keep(self, number: int, owner: ShardedModel) -> None:
+    def _keep(self, number: int, owner: ShardedModel) -> CompiledGraph:
         """Keep one of the graphs; the memory of the others is free."""
         first, self._chosen = self._graphs[0].record, self._graphs[number]
         records = owner.compiled_graphs
         records[:] = [self._chosen.record if each is first else each for each in records]
         self._chosen.record.reports.setdefault(None, []).append(Report("tune", self._tuning.lines))
         self._graphs.clear()
+        return self._chosen
 
 
 def _slowest(offers: Sequence[Sequence[float]]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,10 +70,9 @@ _OF_WHOLE_GRAPHS: dict[str, Any] = {
     "custom_partitioner_fn": None,
     "joint_custom_pre_pass": None,
     "joint_custom_post_pass": None,
-    "post_grad_custom_pre_pass": None,
     "post_grad_custom_post_pass": None,
 }
-"""Settings of Inductor that say nothing about pieces, and would make their cache keys those of one graph."""
+"""Settings of Inductor for whole graphs, which this package sets. A user's pass over graphs runs over pieces."""
 
 
 @dataclass(frozen=True)
@@ -293,20 +293,31 @@ def pieces_cache() -> str | None:
 def cache_entries() -> tuple[bytes, int, int]:
     """Return the entries of torch's compile caches that this process has made or read, as bytes.
 
+    ``torch.compiler.save_cache_artifacts`` appends what is new to what it returned before, and of that,
+    ``load_cache_artifacts`` reads only the last part of each kind (torch 2.11 to 2.15). Here, everything is one part.
+
     Returns:
         The bytes, empty if there are none; numbers of graphs without collectives (pieces), and of AOTAutograd's graphs.
     """
-    found = torch.compiler.save_cache_artifacts()
+    from torch.compiler._cache import CacheArtifactManager
+
+    everything = list(CacheArtifactManager._seen_artifacts)
+    with CacheArtifactManager.with_fresh_cache():
+        for artifact in everything:
+            CacheArtifactManager._new_cache_artifacts[type(artifact).type()].append(artifact)
+        found = CacheArtifactManager.serialize()
     if found is None:
         return b"", 0, 0
     data, info = found
     return data, len(info.inductor_artifacts), len(info.aot_autograd_artifacts)
 
 
-def fill_caches(entries: bytes) -> None:
-    """Write what :func:`cache_entries` has returned into the caches on the disk."""
-    if torch.compiler.load_cache_artifacts(entries) is None:
+def fill_caches(entries: bytes) -> tuple[int, int]:
+    """Write what :func:`cache_entries` has returned into the caches on the disk. Return the two numbers."""
+    info = torch.compiler.load_cache_artifacts(entries)
+    if info is None:
         raise ValueError("torch cannot read these entries of compile caches")
+    return len(info.inductor_artifacts), len(info.aot_autograd_artifacts)
 
 
 def libraries_of_pieces(folder: str) -> list[str]:
@@ -319,6 +330,7 @@ def libraries_of_pieces(folder: str) -> list[str]:
             mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if line.count("/")}
     except OSError:  # not on Linux: they are compiled again
         return []
+    folder = os.path.realpath(folder)
     return sorted(path for path in mapped if path.startswith(f"{folder}/") and path.endswith(".so"))
 
 

@@ -81,9 +81,9 @@ OTHERS = {
 }
 """Private attributes of objects of Python, transformers and accelerate."""
 
-MOST_IN_COMPAT = 112
-"""How many private names of torch ``runtime/compat`` uses. Twelve compile pieces and keep them in caches. Those of the
-scheduler go once pieces were measured on a GPU."""
+MOST_IN_COMPAT = 115
+"""How many private names of torch ``runtime/compat`` uses. Fifteen compile pieces, and keep them in caches and files.
+Those of the scheduler go once pieces were measured on a GPU."""
 
 
 @functools.cache

@@ -71,6 +71,13 @@ class Attention(zoo.Plain):
         return super().trunk(y) + found.mean()
 
 
+class Rotated(zoo.Plain):
+    """A product with a complex number, whose conjugate is a view of no tensor."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x) + torch.fft.irfft(torch.fft.rfft(x) * (1 + 0.5j), n=x.shape[-1])
+
+
 class Normalized(zoo.Plain):
     """Running statistics are written in the middle of a step."""
 
@@ -82,7 +89,7 @@ class Normalized(zoo.Plain):
         return super().trunk(self.statistics(x))
 
 
-PROGRAMS: dict[str, Any] = {**MODELS, **{kind.__name__: kind for kind in (Constants, Normalized)}}
+PROGRAMS: dict[str, Any] = {**MODELS, **{kind.__name__: kind for kind in (Constants, Normalized, Rotated)}}
 del PROGRAMS["SparseGradients"]  # which Inductor cannot compile
 
 
