@@ -14,7 +14,9 @@ they have measured.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import statistics
 import time
 import weakref
@@ -40,6 +42,7 @@ from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.untrusted_files import FileRefused, write_text
 
 from .arguments import GraphArguments
+from .options import CompileOptions
 
 FILE = "mfsdp_schedule.txt"
 """The file that ``options={"tune": True}`` writes, in the current folder."""
@@ -406,6 +409,66 @@ class TunedGraph:
         self._chosen.record.reports.setdefault(None, []).append(Report("tune", self._tuning.lines))
         self._graphs.clear()
         return self._chosen
+
+
+def tuned_graph(
+    first: CompiledGraph,
+    compiles: Callable[..., CompiledGraph],
+    chosen: CompileOptions,
+    owner: ShardedModel,
+    tuning: Tuning | None,
+) -> TunedGraph | None:
+    """Compile a graph with all schedules that its model tries.
+
+    Args:
+        tuning: That of the model, if another graph was compiled before.
+
+    Returns:
+        None if there is nothing to tune: the graph has no backward.
+    """
+    record = first.record
+    if record.plan is None or record.prediction is None:
+        return None
+    graphs = [first]
+    if tuning is not None:
+        for each in tuning.schedules[1:]:
+            graphs.append(compiles(replace(chosen, schedule=each.policy), explores=True, first=first))
+        return TunedGraph(tuning, graphs)
+    where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
+    found = candidates(record, record.prediction, chosen.given, _reshards(owner))
+    is_dynamic = any(piece.key is None for piece in record.pieces)
+    compiled: dict[int, CompiledGraph] = {}
+    for number, each in enumerate(found if not is_dynamic else ()):
+        with (
+            progress.one_step("schedules to try", f"{number + 1} of {len(found)}"),
+            contextlib.suppress(NeedsOtherPieces),
+        ):
+            options = replace(chosen, schedule=each.policy)
+            compiled[number] = compiles(options, explores=True, first=first, known=set(record.pieces))
+    kept = sorted(compiled)
+    if record.meeting is not None:
+        kept = record.meeting.meet("schedules of the same pieces", [], kept, _in_all, again=False)
+    seconds = record.plan.timeline(record.decisions, record.prediction.optimizer).seconds
+    schedules = [Candidate(chosen.schedule, seconds), *(found[number] for number in kept)]
+    left = len(found) - len(kept)
+    told = f"{left} more were not tried: they need other pieces, whose numbers would differ by rounding"
+    if is_dynamic:
+        told = f"{left} more were not tried: whether they consist of the same pieces is not known where sizes change"
+    if not kept and chosen.progress:
+        progress.tell(f"there is no schedule to tune; {told}")
+    tuning = Tuning(owner, schedules, [told] if left else [], where, chosen.progress)
+    return TunedGraph(tuning, [first, *(compiled[number] for number in kept)])
+
+
+def _reshards(owner: ShardedModel) -> list[bool | int]:
+    """Return the values of ``reshard_after_forward`` to try."""
+    portions, group = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), owner.topology.gather_group
+    of_nodes = group is not None and 1 < portions < group.size and group.size % portions == 0
+    return [True, False, portions] if of_nodes else [True, False]
+
+
+def _in_all(offers: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(set.intersection(*map(set, offers)))
 
 
 def _slowest(offers: Sequence[Sequence[float]]) -> list[float]:
