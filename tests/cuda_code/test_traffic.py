@@ -20,6 +20,8 @@ pytestmark = [*NEEDS, pytest.mark.long]
 FLOPS, MEMORY, LINK = 989e12, 3.35e12, 450e9
 """Data sheet of an H100: FLOP/s in bfloat16; bandwidths of memory, and of NVLink in one direction, in bytes/s."""
 RANKS = 8
+ACTIVATION = 2 * 8192 * 4096
+"""Bytes of what is between two layers."""
 HEADER = [
     "layer",
     "products",
@@ -41,12 +43,16 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_sharding_adds_casts_and_nothing_else(facts: dict[str, Any]) -> None:
-    """A shard is cast from float32 twice, and its reduced gradient to float32. Nothing whole is copied."""
+    """A shard is cast from float32 twice, and its reduced gradient to float32. Nothing whole is copied.
+
+    In backward, the gradient of a norm's result is summed by one piece and read by the next: the layer's reduction
+    starts between them.
+    """
     plain, ours = (facts["costs"][name] for name in ("not sharded", "mfsdp compiled, `regions` False"))
-    casts = 3 * (4 + 2) * facts["parameters"] / RANKS
+    casts, border = 3 * (4 + 2) * facts["parameters"] / RANKS, 2 * ACTIVATION
     assert ours["products"] == plain["products"]
     # 1 %: what else is fused differs, because gathered weights are views of a bucket
-    assert abs(ours["bytes"] - plain["bytes"] - casts) <= 0.01 * plain["bytes"]
+    assert abs(ours["bytes"] - plain["bytes"] - casts - border) <= 0.01 * plain["bytes"]
 
 
 @pytest.mark.parametrize(
