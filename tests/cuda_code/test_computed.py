@@ -118,7 +118,10 @@ def bounds(row: Row) -> tuple[float, float]:
     if "fp8_matmul" in setting.options:
         return FLOAT8, FLOAT8
     mine = FLOAT32 if setting.precision == "float32" else HALF
-    if "4" in setting.precision and "gradients" in setting.precision:  # other numbers are rounded to other neighbors
+    # Other numbers are rounded to other neighbors.
+    if setting.precision == "gradients in float8":
+        mine = 2**-3  # half a step of float8_e5m2
+    elif "4" in setting.precision and "gradients" in setting.precision:
         mine = QUANTIZED
     is_quantized = any(word in setting.precision for word in ("gathers", "gradients", "levels"))
     return mine, QUANTIZED if is_quantized else mine
