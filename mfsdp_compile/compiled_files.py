@@ -141,7 +141,7 @@ def _manifest(folder: Path) -> tuple[Path, dict[str, Any]]:
     saved = [path for path in members(folder) if re.fullmatch(r"rank\d+\.json", path.name)]
     if not saved:
         raise FileNotFoundError(f"Nothing was saved in {folder}: there is no file that save_compiled writes.")
-    mine = folder / f"rank{_rank()}.json"
+    mine, here = folder / f"rank{_rank()}.json", _installation()
     found = {}
     for path in sorted(saved, key=lambda path: (path != mine, int(path.stem[4:]))):
         try:
@@ -152,7 +152,7 @@ def _manifest(folder: Path) -> tuple[Path, dict[str, Any]]:
             raise FileRefused(f"{path} was not written by save_compiled of this version")
         found[path] = manifest
         made = manifest.get("made with")
-        if isinstance(made, dict) and all(made.get(name) == value for name, value in _installation().items()):
+        if isinstance(made, dict) and all(made.get(name) == value for name, value in here.items()):
             return path, manifest
     return next(iter(found.items()))
 
@@ -198,8 +198,8 @@ def _compare(where: Path, theirs: Mapping[str, Any], has_libraries: bool) -> Non
     if other := [name for name in mine if theirs.get(name) != mine[name]]:
         here = [f"{name} {theirs.get(name)!r:.200}, and this installation has {mine[name]!r}" for name in other]
         raise FileRefused(
-            f"{where} was saved with {'; '.join(here)}. Compiled code is for one installation and kind of device: "
-            "train without load_compiled, which compiles anew, and save again."
+            f"{where} was saved with {'; '.join(here)}. Compiled code works only with the installation and kind "
+            "of device that have saved it. Train without load_compiled, which compiles the model again, and save again."
         )
 
 

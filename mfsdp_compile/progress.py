@@ -92,8 +92,7 @@ def working(what: str, is_told: bool = True) -> Iterator[None]:
 def begin(what: str, is_told: bool = True) -> None:
     """Begin what :func:`working` tells about, if nothing is being told about."""
     global _running
-    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    if _running is None and is_told and is_first_rank and os.environ.get("MFSDP_PROGRESS") != "0":
+    if _running is None and is_told and _tells():
         _running = _Work(what)
 
 
@@ -132,7 +131,12 @@ def one_step(name: str, detail: str = "") -> Iterator[None]:
         work.is_in_one_step = False
 
 
+def _tells() -> bool:
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    return is_first_rank and os.environ.get("MFSDP_PROGRESS") != "0"
+
+
 def tell(line: str) -> None:
     """Write a line on stderr, on rank 0, unless progress is switched off."""
-    if (not dist.is_initialized() or dist.get_rank() == 0) and os.environ.get("MFSDP_PROGRESS") != "0":
+    if _tells():
         sys.stderr.write(f"mfsdp: {line}\n")

@@ -507,9 +507,9 @@ def _run_in_pieces(
     seconds: dict[compat.CompiledPiece, float] = {}
 
     def prepared(piece: Piece) -> compat.CompiledPiece:
-        predicted = sum(map(costs.kernel, kernels(piece.module.graph, True))) if costs is not None else 0.0
         found = compat.prepare_piece(piece.module, piece.inputs, settings, f"mfsdp {source_digest()}")
-        seconds.setdefault(found, predicted)
+        if found not in seconds:  # of equal pieces, the first one
+            seconds[found] = sum(map(costs.kernel, kernels(piece.module.graph, True))) if costs is not None else 0.0
         return found
 
     program = cut(module, prepared)

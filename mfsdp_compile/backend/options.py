@@ -227,8 +227,8 @@ class CompileOptions:
             raise ValueError(f"options['tune'] is the path of a file to write, and {self.tune} is a folder")
         if self.tune and self.inner == "inductor_whole":
             raise ValueError(
-                "options['tune'] tries several schedules, and with options['inner'] 'inductor_whole' each would be "
-                "compiled anew. Use 'inductor', which compiles pieces, or 'aot_eager'."
+                "options['tune'] tries several schedules, and with options['inner'] 'inductor_whole' the model would "
+                "be compiled again for each. Use 'inductor', which compiles pieces, or 'aot_eager'."
             )
         if self.tune and self.text is not None:
             raise ValueError("options['tune'] looks for a schedule, and options['schedule'] is one: pass only one.")

@@ -113,11 +113,11 @@ def candidates(
     assert plan is not None
     grid = list(_grid(record.context.policy, frozenset(given), reshards))
     mine = _offers(plan, prediction, grid)
-    first = "\n".join(_effect(plan, record.decisions))
+    first = digest(_effect(plan, record.decisions))
 
     def combine(offers: Sequence[Any]) -> list[tuple[int, float]]:
         """Take what fits on all ranks, at the time of the slowest one."""
-        seen, found = {digest([first])}, []
+        seen, found = {first}, []
         for number, theirs in enumerate(zip(*offers, strict=True)):
             if all(each is not None for each in theirs) and theirs[0][1] not in seen:
                 seen.add(theirs[0][1])
@@ -429,11 +429,9 @@ def tuned_graph(
     record = first.record
     if record.plan is None or record.prediction is None:
         return None
-    graphs = [first]
     if tuning is not None:
-        for each in tuning.schedules[1:]:
-            graphs.append(compiles(replace(chosen, schedule=each.policy), explores=True, first=first))
-        return TunedGraph(tuning, graphs)
+        others = [replace(chosen, schedule=each.policy) for each in tuning.schedules[1:]]
+        return TunedGraph(tuning, [first, *(compiles(options, explores=True, first=first) for options in others)])
     where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
     found = candidates(record, record.prediction, chosen.given, _reshards(owner))
     is_dynamic = any(piece.key is None for piece in record.pieces)

@@ -102,7 +102,8 @@ def run_on_host(generated: Generated, mutant: str) -> None:
             if edited != kernel.source:
                 vars(module)[name], changed = interpreter.InterpretedKernel(name, edited), True
         prepare(module, wrapper)
-        module.on_host = module.runner.call if hasattr(module, "runner") else module.Runner(partitions=[]).call  # type: ignore[attr-defined]
+        runner = module.runner if hasattr(module, "runner") else module.Runner(partitions=[])
+        module.on_host = runner.call  # type: ignore[attr-defined]
     for phase, code in generated.codes.items():
         source = wrong_code.graph(mutant, phase, code.source)
         changed |= source != code.source
