@@ -180,6 +180,17 @@ def test_sizes_that_change() -> None:
         torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.parametrize(("dynamic", "expected"), [(None, 2), (True, 1)])
+@on_ranks(1)
+def test_twenty_lengths(dynamic: bool | None, expected: int) -> None:
+    """The second length is compiled with a symbol for it."""
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    call: Any = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER}, dynamic=dynamic)
+    for size in range(22, 2, -1):
+        call(torch.ones(size, 8)).backward()
+    assert len(model.sharded.compiled_graphs) == expected
+
+
 @pytest.mark.long
 @on_ranks(2, timeout=300)
 def test_operators_that_take_graphs() -> None:
