@@ -43,7 +43,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.collectives import ops as ops  # defines the operators that are read below
+from mfsdp_compile.runtime.collectives import fakes as fakes  # defines the operators that are read below
 from mfsdp_compile.runtime.formats import fp8_linear as fp8_linear  # defines others
 
 from .context import NodeKind, Role, role_of, set_role

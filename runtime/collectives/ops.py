@@ -1,7 +1,4 @@
-"""Kernels of the operators that are listed in :mod:`.library`, and the autograd functions of gathers.
-
-Those that reduce gradients are in :mod:`.reduce`.
-"""
+"""The operators of :mod:`.library` that consist of others, which take their places when a graph is traced."""
 
 from __future__ import annotations
 
@@ -10,19 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
 from ..formats import quantize
-from ..geometry.exchange import Buffers, Exchange, split_sizes
-from ..memory import host
-from ..memory.comm_buffers import take
-from ..step import graph_runs
+from ..geometry.exchange import Exchange, split_sizes
+from . import fakes as fakes
 from .library import library
 from .reduce import await_stage, pack, start_stage
-
-# -- unshard ----------------------------------------------------------------------------------------------------------
 
 
 @torch.library.impl(library, "unshard", "CompositeImplicitAutograd")
@@ -54,9 +46,6 @@ def _other_backend(shell: Tensor) -> RuntimeError:
         "torch.compile of its own can read parameters while the model's forward runs; pass it those that are in float8 "
         "as arguments."
     )
-
-
-# -- gather -----------------------------------------------------------------------------------------------------------
 
 
 class _GatherFunction(torch.autograd.Function):
@@ -176,154 +165,3 @@ def _gather_whole(
 @torch.library.impl(library, "split_scales", "CompositeImplicitAutograd")
 def _split_scales(scales: Tensor, sizes: Sequence[int], ndims: Sequence[int], scaling: str) -> list[Tensor]:
     return quantize.split_scales(scales, split_sizes(sizes, ndims), scaling)
-
-
-@torch.library.impl(library, "wait_quantized", "CompositeExplicitAutograd")
-def wait_quantized(
-    gathered: Tensor,
-    scales: Tensor,
-    sizes: Sequence[int],
-    ndims: Sequence[int],
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-    scaling: str,
-) -> Tensor:
-    """The operator's kernel, which the eager path calls without torch's dispatcher."""
-    shapes = split_sizes(sizes, ndims)
-    places = zip(offsets, shapes, strict=True)
-    return quantize.dequantize_bucket(compat.wait_tensor(gathered), scales, places, dtype, scaling)
-
-
-@torch.library.register_fake("mfsdp::wait_quantized", lib=library)
-def _wait_quantized_fake(
-    gathered: Tensor,
-    scales: Tensor,
-    sizes: Sequence[int],
-    ndims: Sequence[int],
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-    scaling: str,
-) -> Tensor:
-    return gathered.new_empty(quantize.numel_of_sent(gathered.numel(), scaling), dtype=dtype)
-
-
-@torch.library.impl(library, "fetch", "CompositeExplicitAutograd")
-def _fetch(shard: Tensor, device: str) -> Tensor:
-    return host.fetch(shard, host.device_of(device))
-
-
-@torch.library.register_fake("mfsdp::fetch", lib=library)
-def _fetch_fake(shard: Tensor, device: str) -> Tensor:
-    return shard.new_empty(shard.shape, device=device)  # needs no GPU
-
-
-@torch.library.impl(library, "offload", "CompositeExplicitAutograd")
-def _offload(gradient: Tensor, pins: bool) -> Tensor:
-    return host.offload(gradient, pins)
-
-
-@torch.library.register_fake("mfsdp::offload", lib=library)
-def _offload_fake(gradient: Tensor, pins: bool) -> Tensor:
-    return gradient.new_empty(gradient.shape, device="cpu")
-
-
-@torch.library.impl(library, "offload_saved", "CompositeExplicitAutograd")
-def _offload_saved(saved: Tensor) -> Tensor:
-    return host.offload_saved(saved)
-
-
-@torch.library.register_fake("mfsdp::offload_saved", lib=library)
-def _offload_saved_fake(saved: Tensor) -> Tensor:
-    return saved.new_empty_strided(saved.shape, saved.stride(), device="cpu")
-
-
-@torch.library.impl(library, "fetch_saved", "CompositeExplicitAutograd")
-def _fetch_saved(copy: Tensor, device: str) -> Tensor:
-    return host.fetch_saved(copy, host.device_of(device))
-
-
-@torch.library.register_fake("mfsdp::fetch_saved", lib=library)
-def _fetch_saved_fake(copy: Tensor, device: str) -> Tensor:
-    return copy.new_empty_strided(copy.shape, copy.stride(), device=device)
-
-
-@torch.library.impl(library, "wait_saved", "CompositeExplicitAutograd")
-def _wait_saved(copy: Tensor, source: Tensor) -> None:
-    host.await_copy(copy)
-
-
-@torch.library.register_fake("mfsdp::wait_saved", lib=library)
-def _wait_saved_fake(copy: Tensor, source: Tensor) -> None:
-    return
-
-
-@torch.library.impl(library, "portion", "CompositeExplicitAutograd")
-def _portion(whole: Tensor, size: int, group: str) -> Tensor:
-    return whole.chunk(size)[dist.get_rank(compat.process_group(group))].clone()
-
-
-@torch.library.register_fake("mfsdp::portion", lib=library)
-def _portion_fake(whole: Tensor, size: int, group: str) -> Tensor:
-    return whole.new_empty(whole.numel() // size)
-
-
-# -- communication buffers --------------------------------------------------------------------------------------------
-
-
-@torch.library.impl(library, "gather_into_buffer", "CompositeExplicitAutograd")
-def gather_into_buffer(
-    shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
-) -> Tensor:
-    """The operator's kernel, which the eager path calls without torch's dispatcher."""
-    numel = shard.numel()
-    whole = take("gather", Buffers(capacity, count), numel * group_size, dtype, shard.device)
-    # The cast shard goes right to its place, from where NCCL gathers without a copy.
-    mine = whole.narrow(0, dist.get_rank(compat.process_group(group_name)) * numel, numel).copy_(shard)
-    compat.all_gather_out(mine, group_size, group_name, out=whole)
-    return whole
-
-
-@torch.library.register_fake("mfsdp::gather_into_buffer", lib=library)
-def _gather_into_buffer_fake(
-    shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
-) -> Tensor:
-    return shard.new_empty(shard.numel() * group_size, dtype=dtype)
-
-
-@torch.library.impl(library, "gradient_buffer", "CompositeExplicitAutograd")
-def _gradient_buffer(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not capacity:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return take("gradients", Buffers(capacity, count), numel, dtype, device)
-
-
-@torch.library.register_fake("mfsdp::gradient_buffer", lib=library)
-def _gradient_buffer_fake(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-# -- begin ------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.impl(library, "begin", "CompositeExplicitAutograd")
-def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
-    graph_runs.begin(phase, digest, schedule, used)
-
-
-@torch.library.register_fake("mfsdp::begin", lib=library)
-def _begin_fake(phase: str, digest: str, schedule: str, used: str) -> None:
-    """A compiler traces the graph, perhaps while the backward that it is for waits: nothing begins."""
-
-
-# -- deliver ----------------------------------------------------------------------------------------------------------
-
-
-@torch.library.impl(library, "deliver", "CompositeExplicitAutograd")
-def _deliver(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor:
-    graph_runs.deliver(gradient, bucket)
-    return gradient.new_zeros(()).expand(gradient.shape)
-
-
-@torch.library.register_fake("mfsdp::deliver", lib=library)
-def _deliver_fake(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor:
-    return gradient.new_empty(()).expand(gradient.shape)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..collectives.ops import gather_into_buffer
+from ..collectives.kernels import gather_into_buffer
 from ..formats import quantize
 from ..geometry.exchange import Overlap
 from ..geometry.topology import Group

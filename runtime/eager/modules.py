@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..collectives import ops as ops  # defines the operators that Dynamo meets here
 from ..formats.casts import Casts
 from ..formats.extension import FORM as EXTENSION
 from ..formats.packed import PACKED, PackedWeight, Weight

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..collectives.kernels import pack_gradients
 from ..collectives.reduce import await_stage, pack, start_collective, start_stage
 from ..geometry.exchange import Exchange, When
 from ..memory import gradients, host
@@ -325,7 +326,7 @@ class _Reduce(compat.Uncaptured):
             if bucket.exchange.gradient_buffers.capacity:
                 enter_pool(bucket.owner.comm_buffers)
             with compat.below_autograd():
-                alone = pack(whole_gradients, bucket.exchange, is_traced=False)
+                alone = pack(whole_gradients, bucket.exchange, pack_gradients)
             packed = alone if packed is None else alone + packed
         if packed is None or not used:
             return nothing

@@ -127,8 +127,8 @@ MUTANTS = {
     ),
     "a reduction of another kind on one rank": Mutant(
         "runtime/collectives/reduce.py",
-        "        return _start(gradient, collective, op, size, group)\n",
-        '        return _start(gradient, collective, "max", size, group)\n',
+        "        return start_by_name(gradient, collective, op, size, group)\n",
+        '        return start_by_name(gradient, collective, "max", size, group)\n',
         "full:eager",
         "rank 1 starts reduce_scatter_tensor",
         rank=1,

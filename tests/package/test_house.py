@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import weight
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,7 @@ LAYERS = [
 
 READ_BY_PASSES = {
     *(
-        "collectives.ops",
+        "collectives.fakes",
         "formats.fp8_linear",
         "formats.quantize",
         "formats.wire",
@@ -231,3 +233,35 @@ def test_no_more_private_names_in_compat() -> None:
                     used.add(f"torch.{node.attr}")
     found = sorted(each for each in used if "._" in each)
     assert len(found) <= MOST_IN_COMPAT, f"{len(found)}: {found}"
+
+
+MOST_REACHED = {
+    "quantized": (45, 334),
+    "portions": (35, 160),
+    "offload": (29, 89),
+    "wire": (33, 125),
+    "buffers": (18, 37),
+    "capture": (21, 40),
+    "ranks": (30, 146),
+}
+"""Files of the core that name a guest, and lines. These numbers only fall, and so do those below."""
+MOST_BRANCHES = 350, 90
+"""Conditions on flags of how buckets travel, and files that have one."""
+MOST_LOADED = {"eager": 45_100, "eager and compiled": 49_300, "verifier": 10_300}
+"""Lines of the package that imports load."""
+
+
+def test_guests_reach_no_further_into_the_core() -> None:
+    found = {guest: weight.reach(guest) for guest in weight.GUESTS}
+    further = {guest: now for guest, now in found.items() if any(map(operator.gt, now, MOST_REACHED[guest]))}
+    assert not further, f"more than {MOST_REACHED}"
+
+
+def test_no_more_branches_on_flags() -> None:
+    branches, files_with_one = weight.branches()
+    assert branches <= MOST_BRANCHES[0] and files_with_one <= MOST_BRANCHES[1]
+
+
+@pytest.mark.parametrize("what", weight.IMPORTS)
+def test_imports_load_no_more(what: str) -> None:
+    assert weight.loaded(what) <= MOST_LOADED[what]

@@ -1,0 +1,186 @@
+"""Kernels of the operators that are listed in :mod:`.library`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import compat
+from ..formats import quantize, wire
+from ..geometry.exchange import Buffers, When, split_sizes
+from ..geometry.rows import contiguous_strides
+from ..memory import host
+from ..memory.comm_buffers import take
+from ..memory.deferred_gradients import bucket_of
+from ..memory.gradients import defer_unless_due
+from ..ranks import profiling
+from ..step import graph_runs
+from .fakes import new_result
+from .library import library
+from .reduce import start_by_name
+
+
+@torch.library.impl(library, "wait_quantized", "CompositeExplicitAutograd")
+def wait_quantized(
+    gathered: Tensor,
+    scales: Tensor,
+    sizes: Sequence[int],
+    ndims: Sequence[int],
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+    scaling: str,
+) -> Tensor:
+    """The operator's kernel, which the eager path calls without torch's dispatcher."""
+    shapes = split_sizes(sizes, ndims)
+    places = zip(offsets, shapes, strict=True)
+    return quantize.dequantize_bucket(compat.wait_tensor(gathered), scales, places, dtype, scaling)
+
+
+@torch.library.impl(library, "fetch", "CompositeExplicitAutograd")
+def _fetch(shard: Tensor, device: str) -> Tensor:
+    return host.fetch(shard, host.device_of(device))
+
+
+@torch.library.impl(library, "offload", "CompositeExplicitAutograd")
+def _offload(gradient: Tensor, pins: bool) -> Tensor:
+    return host.offload(gradient, pins)
+
+
+@torch.library.impl(library, "offload_saved", "CompositeExplicitAutograd")
+def _offload_saved(saved: Tensor) -> Tensor:
+    return host.offload_saved(saved)
+
+
+@torch.library.impl(library, "fetch_saved", "CompositeExplicitAutograd")
+def _fetch_saved(copy: Tensor, device: str) -> Tensor:
+    return host.fetch_saved(copy, host.device_of(device))
+
+
+@torch.library.impl(library, "wait_saved", "CompositeExplicitAutograd")
+def _wait_saved(copy: Tensor, source: Tensor) -> None:
+    host.await_copy(copy)
+
+
+@torch.library.impl(library, "portion", "CompositeExplicitAutograd")
+def _portion(whole: Tensor, size: int, group: str) -> Tensor:
+    return whole.chunk(size)[dist.get_rank(compat.process_group(group))].clone()
+
+
+@torch.library.impl(library, "gather_into_buffer", "CompositeExplicitAutograd")
+def gather_into_buffer(
+    shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    """The operator's kernel, which the eager path calls without torch's dispatcher."""
+    numel = shard.numel()
+    whole = take("gather", Buffers(capacity, count), numel * group_size, dtype, shard.device)
+    # The cast shard goes right to its place, from where NCCL gathers without a copy.
+    mine = whole.narrow(0, dist.get_rank(compat.process_group(group_name)) * numel, numel).copy_(shard)
+    compat.all_gather_out(mine, group_size, group_name, out=whole)
+    return whole
+
+
+@torch.library.impl(library, "gradient_buffer", "CompositeExplicitAutograd")
+def _gradient_buffer(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not capacity:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return take("gradients", Buffers(capacity, count), numel, dtype, device)
+
+
+@torch.library.impl(library, "begin", "CompositeExplicitAutograd")
+def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
+    graph_runs.begin(phase, digest, schedule, used)
+
+
+@torch.library.impl(library, "deliver", "CompositeExplicitAutograd")
+def _deliver(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor:
+    graph_runs.deliver(gradient, bucket)
+    return gradient.new_zeros(()).expand(gradient.shape)
+
+
+@torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
+def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
+    if format:
+        sent = _encode_slices(gradient, group_size, format, pieces)
+    else:
+        sent = wire.slices_of(gradient, group_size, pieces).view(-1)
+    slices = [sent.numel() // group_size] * group_size
+    with profiling.exchanging_slices():
+        return compat.all_to_all(sent, slices, slices, group)
+
+
+@torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
+def _wait_summed(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+    return _sum_slices(compat.wait_tensor(slices), group_size, format, numel)
+
+
+@torch.library.impl(library, "encode_slices", "CompositeExplicitAutograd")
+def _encode_slices(gradient: Tensor, group_size: int, format: str, pieces: int = 1) -> Tensor:
+    return wire.encode_each(gradient, group_size, format, pieces)
+
+
+@torch.library.impl(library, "sum_slices", "CompositeExplicitAutograd")
+def _sum_slices(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
+    return wire.sum_each(slices, group_size, numel, format)
+
+
+@torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")
+def _reduce_if_due(
+    gradient: Tensor,
+    token: Tensor,
+    collective: str,
+    when: str,
+    reduce_op: str,
+    group_size: int,
+    group: str,
+    inspected: bool,
+) -> Tensor:
+    to_reduce: Tensor | None = gradient
+    if inspected:
+        bucket_of(token).inspect(gradient)
+    if when == When.IF_DUE.value:
+        to_reduce = defer_unless_due(token, gradient)
+    elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
+        to_reduce = None
+    if to_reduce is None:
+        return new_result(gradient, collective, group_size).zero_()
+    if group_size == 1:
+        return to_reduce.clone()
+    return start_by_name(to_reduce, collective, reduce_op, group_size, group)
+
+
+@torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")
+def pack_gradients(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Tensor:
+    device = gradients[0].device
+    if capacity:
+        flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
+    else:
+        flat = torch.empty(numel, dtype=dtype, device=device)
+    return _pack_into(flat, gradients, offsets)
+
+
+@torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")
+def _pack_into(
+    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int] | None = None
+) -> Tensor:
+    places, zeros, end = [], list(gaps or ()), 0
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        if gaps is None and offset > end:
+            zeros += [end, offset]
+        end = offset + gradient.numel()
+        places.append(memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
+    if gaps is None and end < memory.numel():
+        zeros += [end, memory.numel()]
+    for start, stop in zip(zeros[::2], zeros[1::2], strict=True):
+        memory[start:stop].zero_()
+    compat.copy_each(places, list(gradients))
+    return memory
