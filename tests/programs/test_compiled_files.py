@@ -160,7 +160,13 @@ def test_what_is_refused(saved: tuple[Path, list[Any]], tmp_path: Path, monkeypa
         load_compiled(tmp_path / "nothing")
     assert not list(cache.rglob("*.so"))
     assert not (cache / "fxgraph").exists()
-    assert load_compiled(saved[0]).pieces > 2
+    count = json.loads((saved[0] / "rank0.json").read_text())["pieces"]
+    changed(folder := Path(shutil.copytree(saved[0], tmp_path / "more")), pieces=count + 1)
+    with pytest.raises(FileRefused, match=r"rank0\.entries holds other entries than .*rank0\.json says"):
+        load_compiled(folder)
+    shutil.rmtree(cache)
+    changed(folder := Path(shutil.copytree(saved[0], tmp_path / "one")), **{"made with": made | {"torch": "2.0"}})
+    assert load_compiled(folder).pieces == count  # as another rank has saved them
     assert list(cache.rglob("*.so"))
 
 

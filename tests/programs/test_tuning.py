@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -25,6 +26,7 @@ from pool import on_ranks
 
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend import compile as compile_module
 from mfsdp_compile.backend import tuning
 from mfsdp_compile.backend.tuning import RETRIES, ROUNDS, Race, Tuning
 from mfsdp_compile.runtime.schedule.file import ScheduleText
@@ -69,6 +71,16 @@ def test_a_race_without_noise_finds_the_fastest() -> None:
         if race.end_round(list):
             break
     assert race.ranking()[:3] == [4, 7, 0]  # the first candidate stays to be compared with
+
+
+def test_few_steps_are_measured_again() -> None:
+    race, steps, is_over = Race(8), 0, False
+    while not is_over:
+        while race.queue:
+            race.note(1.0 if steps % 3 else 100.0)
+            steps += 1
+        is_over = race.end_round(list)
+    assert steps == STEPS - 1
 
 
 def test_a_step_that_took_very_long_is_measured_again() -> None:
@@ -170,6 +182,41 @@ def test_batches_of_other_shapes() -> None:
     forwards = [graph._chosen.record.schedules[Phase.FORWARD] for graph in found.graphs]
     first, *others = (ScheduleText.of({Phase.FORWARD: lines}) for lines in forwards)
     assert all(other == first for other in others)
+
+
+@on_ranks(2, timeout=240)
+def test_schedules_that_one_rank_cannot_try() -> None:
+    """No rank tries what does not fit in memory on one of them, or consists of other pieces there."""
+    offers, compiles = tuning._offers, compile_module._compile_inner
+
+    def offered(plan: Any, prediction: Any, grid: Sequence[Any]) -> list[Any]:
+        found = offers(plan, prediction, grid)
+        return [None if policy.prefetch == 3 else each for policy, each in zip(grid, found, strict=True)]
+
+    def compiled(*given: Any) -> Any:
+        if given[2].schedule.prefetch == 2:
+            raise tuning.NeedsOtherPieces
+        return compiles(*given)
+
+    with mock.patch.object(tuning.Tuning, "write"), contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(tuning, "_offers", offered))
+            stack.enter_context(mock.patch.object(compile_module, "_compile_inner", compiled))
+        run = Trained(AOT_EAGER, tune=True)
+        run.step(STEPS + 1)
+    tried = [line for line in run.told if "shortest of" in line]
+    assert len(tried) > 2
+    assert not [line for line in tried if "prefetch 3" in line or "prefetch 2" in line]
+    assert "more were not tried: they need other pieces" in run.told[-1]
+
+
+@on_ranks(2, timeout=120)
+def test_a_schedule_that_cannot_be_written() -> None:
+    """Training goes on with it."""
+    with mock.patch.object(tuning, "write_text", side_effect=OSError("no space left")):
+        run = Trained(AOT_EAGER, tune=True)
+        run.step(STEPS + 1)
+    assert run.told
 
 
 @on_ranks(1, timeout=120)
