@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mfsdp_compile import progress
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.ranks.digests import digest
+from mfsdp_compile.runtime.digests import digest
 from mfsdp_compile.runtime.ranks.lifeline import ask
 
 LOOK = 0.05

@@ -33,10 +33,10 @@ from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction, usable_budget
 from mfsdp_compile.passes.solver.solve import solve
 from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.runtime.digests import digest
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import has_others
-from mfsdp_compile.runtime.ranks.digests import digest
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.untrusted_files import FileRefused, write_text

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mfsdp_compile.runtime.digests import digest, value_digest
 from mfsdp_compile.runtime.init.mersenne import words_of
-from mfsdp_compile.runtime.ranks.digests import digest, value_digest
 
 from .archives import check_archive
 from .errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import compat
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Group, Topology
-from ..ranks.agreement import announce
+from ..observers import operation_begins
 from .redistribute import as_real
 
 
@@ -45,10 +45,11 @@ class Averaging:
             order: Of the norm; 1 for sums.
         """
         is_complex, value = values.is_complex(), as_real(values)
+        what = what or f"a gradient of what was computed from {self.parameter!r}"
         is_maximum = order == math.inf
         value = value if is_maximum or order == 1 else value**order
         for group in self.groups:
-            announce(what or f"a gradient of what was computed from {self.parameter!r}", group.name, self.parameter)
+            operation_begins(what, group.name, self.parameter)
             # Of parameters in host memory, the gradient is there, and the group may have no backend for it.
             sent = compat.to_backend(value, group.name)
             value = group.all_reduce(sent, "max" if is_maximum else "sum", self.in_order).to(value.device)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ranks.digests import digest
+from ..digests import digest
 
 _TEXT = "mfsdp_computed"
 _LONGEST = 200

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..digests import value_digest
 from ..formats import quantize
 from ..geometry.bucket_plan import BucketPlan
 from ..geometry.exchange import Exchange
 from ..geometry.partition import Partition
 from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
-from ..ranks.digests import value_digest
 from . import host
 
 

@@ -33,7 +33,7 @@ from ..formats.quantize import MX_BLOCK, SENT_DTYPE
 from ..geometry.layout import Slot
 
 if TYPE_CHECKING:
-    from ..ranks.coordinator import Coordinator
+    from ..observers import StartsCollectives
     from .bucket import Bucket
 
 
@@ -88,7 +88,7 @@ class PlaneShards:
             self._cut.append(of_bucket)
 
     @torch.no_grad()
-    def refresh(self, coordinator: Coordinator) -> None:
+    def refresh(self, coordinator: StartsCollectives) -> None:
         """Quantize all shards again. A collective."""
         topology, device = self.buckets[0].topology, self.buckets[0].flat.device
         work: list[tuple[Bucket, Tensor, list[_Rows]]] = []

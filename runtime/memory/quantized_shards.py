@@ -42,7 +42,7 @@ from .planes import PlaneShards
 if TYPE_CHECKING:
     from ..geometry.bucket_plan import BucketPlan
     from ..geometry.topology import Topology
-    from ..ranks.coordinator import Coordinator
+    from ..observers import StartsCollectives
     from .bucket import Bucket
 
 
@@ -64,7 +64,7 @@ class QuantizedShards:
     def buckets(self) -> list[Bucket]:
         return [bucket for group in self._groups for bucket in group.buckets]
 
-    def refresh(self, coordinator: Coordinator) -> None:
+    def refresh(self, coordinator: StartsCollectives) -> None:
         """Quantize all shards again if any has changed. A collective then: every rank must call it."""
         for group in self._groups:
             if any(bucket.is_quantized_stale for bucket in group.buckets):
@@ -95,7 +95,7 @@ class _Group:
         return self.buckets[0].topology
 
     @torch.no_grad()
-    def refresh(self, coordinator: Coordinator) -> None:
+    def refresh(self, coordinator: StartsCollectives) -> None:
         largest = torch.zeros_like(self._scales)
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             if bucket.plan.scaling == MX:

@@ -20,16 +20,16 @@ from torch import Tensor
 from .. import compat
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Topology
-from ..ranks.agreement import announce
+from ..observers import operation_begins
 from . import computed, host
 
 _log = logging.getLogger("mfsdp_compile.operators")
 
 
 def announce_at_rest(topology: Topology, what: str, parameter: str | None = None) -> None:
-    """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
+    """Tell observers that an operation on parameters at rest is about to communicate, if it does."""
     if topology.shard_groups:  # otherwise every rank holds everything
-        announce(what, topology.every.name, parameter, computed.running())
+        operation_begins(what, topology.every.name, parameter, computed.running())
 
 
 def reduce_over_shards(topology: Topology, value: Tensor, op: str) -> Tensor:

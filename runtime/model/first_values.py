@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import compat
+from ..digests import value_digest
 from ..geometry.partition import local_part
 from ..geometry.topology import Topology
 from ..memory.bucket import Bucket
 from ..memory.tensor import NOTED_VALUE, RowShardedTensor
 from ..ranks import compared
 from ..ranks.agreement import TIMEOUT, agree, conclude, has_others
-from ..ranks.digests import value_digest
 
 TOPIC = "fully_shard"
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import compat
+from ..digests import value_digest
 from ..geometry.exchange import Overlap
 from ..geometry.partition import Partition, local_part, model_ranks
 from ..geometry.topology import Accumulation, Group, Topology
@@ -19,7 +20,6 @@ from ..plan.experts import ExpertPlacement
 from ..plan.model_plan import ModelPlan
 from ..ranks import compared
 from ..ranks.agreement import agree
-from ..ranks.digests import value_digest
 
 
 @dataclass

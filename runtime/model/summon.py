@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import compat
+from ..digests import value_digest
 from ..eager.modules import as_written
 from ..formats.packed import PACKED, PackedWeight
 from ..geometry.partition import local_part
 from ..memory.bucket import Bucket
 from ..ranks import compared
 from ..ranks.agreement import agree
-from ..ranks.digests import value_digest
 
 Line = tuple[Bucket, str]
 """What a message shows of a bucket's parameter, with a digest of its values; see :func:`.compared.line`."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from ..digests import value_digest
 from ..formats import extension, quantize
 from ..geometry.bucket_plan import BucketPlan, Offload
 from ..geometry.partition import Partition, Peers, local_part, model_ranks
@@ -21,7 +22,6 @@ from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.tensor import RowShardedTensor
 from ..program_lines import warn
 from ..ranks import compared
-from ..ranks.digests import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .offload import check_offload

@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import compat
+from ..digests import digest
+from ..observers import observe
 from . import compared
 from .collective_order import AT_REST, StepPhase, orders
-from .digests import digest
 from .lifeline import RankLost
 from .notices import refusal_of
 from .rendezvous import Rendezvous, failure_of, reported_failures
@@ -101,18 +102,11 @@ def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -
     agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=compared.shown(lines[-1]))
 
 
-def announce(what: str, group: str, parameter: str | None = None, computed: str = "") -> None:
-    """Announce that an operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none.
+@observe
+def compare_operation(what: str, group: str, parameter: str | None = None, computed: str = "") -> None:
+    """Compare an operation on parameters at rest that is about to communicate; see :func:`.observers.operation_begins`.
 
     Does nothing for a group that no sharded model uses.
-
-    Args:
-        what: The operation, including the name of the parameter if it is one of many.
-        parameter: Name of that parameter.
-        computed: How its operand was computed, including Python numbers, if it must be the same on all ranks.
-
-    Raises:
-        RuntimeError: Other ranks are doing something else.
     """
     if (order := orders().get(group)) is None:
         return
@@ -243,7 +237,7 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
     Args:
         what: What is compared, for error messages on ranks that do something else.
     """
-    announce(f"a comparison of {what}", group.group_name)
+    compare_operation(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
     with watchdog.failed_waits.explaining(f"a comparison of {what}"):
         dist.all_gather_object(found, value, group=group)

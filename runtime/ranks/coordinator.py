@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from .. import compat
+from .. import compat, digests
 from ..geometry.topology import Group, ReductionStage, Topology
 from ..schedule.text import ScheduleLine
-from . import digests, profiling
+from . import profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
 from .collective_order import STEP, Details, Order, Series, StepPhase, no_details, order_of_group
 from .journal import journal

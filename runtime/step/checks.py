@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..digests import value_digest
 from ..memory import gradients
 from ..memory.bucket import Bucket
 from ..memory.redistribute import as_real
 from ..memory.tensor import UnreducedGradient
 from ..program_lines import warn
 from ..ranks.agreement import everyones
-from ..ranks.digests import value_digest
 
 NORM_TOLERANCE = 1e-3
 """Relative tolerance between two sums of the same squares in float32, in different orders. The worst case is n *

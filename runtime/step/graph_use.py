@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from .. import compat
+from ..digests import digest
 from ..memory import gradients
 from ..memory.bucket import Bucket
 from ..ranks.agreement import has_others
 from ..ranks.coordinator import Coordinator
-from ..ranks.digests import digest
 
 
 class GraphUse:

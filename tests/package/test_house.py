@@ -22,6 +22,13 @@ FOLDERS = {"mfsdp_compile": "mfsdp_compile", "passes": "mfsdp_compile.passes", "
 
 LAYERS = [
     {"mfsdp_compile.runtime.compat"},
+    {
+        f"mfsdp_compile.runtime.{name}"
+        for name in (
+            *("digests", "formats", "geometry", "memory", "nearest", "observers", "owner", "program_lines"),
+            *("schedule", "untrusted_files"),
+        )
+    },
     {"mfsdp_compile.runtime"},
     {"mfsdp_compile.passes"},
     {"mfsdp_compile"},

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import compat
+from . import compat
 
 
 def digest(lines: Sequence[str]) -> str:
