@@ -17,7 +17,6 @@ from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.nearest import names_arguments
-from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
 from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
@@ -306,6 +305,8 @@ def fully_shard_optimizer(
     check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
     check_flag("flat", flat)
     check_flag("whole", whole)
+    from mfsdp_compile.runtime.optim import extend as optimizers
+
     optimizers.check(optimizer, "fully_shard_optimizer", flat, whole)
     return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt, whole)
 
@@ -349,6 +350,8 @@ def fully_shard(
             f"{type(optimizer).__name__}"
         )
     check_flag("flat_optimizer", flat_optimizer)
+    from mfsdp_compile.runtime.optim import extend as optimizers
+
     optimizers.check(optimizer, "fully_shard", flat_optimizer)
     names = optimizers.named_groups(optimizer, module)
     if isinstance(optimizer, torch.optim.Muon):

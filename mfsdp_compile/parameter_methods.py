@@ -19,7 +19,7 @@ from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.schedule.schedule import Schedule
 
-from .backend.options import parse_bytes
+from .byte_sizes import parse_bytes
 
 
 class ParameterMethods(nn.Module):

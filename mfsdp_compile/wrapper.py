@@ -16,12 +16,12 @@ from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies, PolicyArgument
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 
-from .backend.verify_step import StepComparison, compare_step
 from .distributed_index import FSDPDistributedIndex
 from .gradient_methods import GradientMethods
 from .parameter_methods import ParameterMethods
 
 if TYPE_CHECKING:
+    from .backend.verify_step import StepComparison
     from .megatron.settings import DistributedDataParallelConfig
 
 
@@ -180,6 +180,8 @@ class MegatronFSDP(GradientMethods, ParameterMethods):
                 first, then gradients from the last parameter to the first, which is the order in which backward
                 computes them. Also if gradients wait for their reduction.
         """
+        from .backend.verify_step import compare_step
+
         return compare_step(self, args, kwargs, options, tolerance, loss)
 
     # -- after failures -----------------------------------------------------------------------------------------------

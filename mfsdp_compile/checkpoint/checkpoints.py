@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.optim.own_steps import whole_step_of
 from mfsdp_compile.runtime.optim.state import named_state_dict, optimizer_name
-from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.untrusted_files import remove

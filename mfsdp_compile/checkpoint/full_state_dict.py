@@ -17,8 +17,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Bucket, ParamHandle
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
+from mfsdp_compile.runtime.optim.own_steps import whole_step_of
 from mfsdp_compile.runtime.optim.state import parameter_names
-from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import owner_of
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 

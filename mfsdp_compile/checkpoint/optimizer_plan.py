@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.optim.own_steps import whole_step_of
 from mfsdp_compile.runtime.optim.state import (
     PREFIX,
     follows_rows,
@@ -18,7 +19,6 @@ from mfsdp_compile.runtime.optim.state import (
     is_number,
     named_param_groups,
 )
-from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.owner import name_of
 
 from .dcp_reader import CheckpointReader

@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
+from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.byte_sizes import parse_bytes
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory

@@ -1,4 +1,4 @@
-"""Kernels of the operators that are listed in :mod:`.library`."""
+"""Kernels of the operators that are listed in :mod:`.library`. Those that pack gradients are in :mod:`.reduce`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from .. import compat
 from ..formats import quantize, wire
 from ..geometry.exchange import Buffers, When, split_sizes
-from ..geometry.rows import contiguous_strides
 from ..memory import host
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
@@ -149,38 +148,3 @@ def _reduce_if_due(
     if group_size == 1:
         return to_reduce.clone()
     return start_by_name(to_reduce, collective, reduce_op, group_size, group)
-
-
-@torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")
-def pack_gradients(
-    gradients: Sequence[Tensor],
-    offsets: Sequence[int],
-    numel: int,
-    dtype: torch.dtype,
-    capacity: int = 0,
-    count: int = 0,
-) -> Tensor:
-    device = gradients[0].device
-    if capacity:
-        flat = take("gradients", Buffers(capacity, count), numel, dtype, device)
-    else:
-        flat = torch.empty(numel, dtype=dtype, device=device)
-    return _pack_into(flat, gradients, offsets)
-
-
-@torch.library.impl(library, "pack_into", "CompositeExplicitAutograd")
-def _pack_into(
-    memory: Tensor, gradients: Sequence[Tensor], offsets: Sequence[int], gaps: Sequence[int] | None = None
-) -> Tensor:
-    places, zeros, end = [], list(gaps or ()), 0
-    for gradient, offset in zip(gradients, offsets, strict=True):
-        if gaps is None and offset > end:
-            zeros += [end, offset]
-        end = offset + gradient.numel()
-        places.append(memory.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
-    if gaps is None and end < memory.numel():
-        zeros += [end, memory.numel()]
-    for start, stop in zip(zeros[::2], zeros[1::2], strict=True):
-        memory[start:stop].zero_()
-    compat.copy_each(places, list(gradients))
-    return memory

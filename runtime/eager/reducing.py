@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..collectives.kernels import pack_gradients
 from ..collectives.reduce import await_stage, pack, start_collective, start_stage
 from ..geometry.exchange import Exchange, When
 from ..memory import gradients, host
@@ -326,7 +325,7 @@ class _Reduce(compat.Uncaptured):
             if bucket.exchange.gradient_buffers.capacity:
                 enter_pool(bucket.owner.comm_buffers)
             with compat.below_autograd():
-                alone = pack(whole_gradients, bucket.exchange, pack_gradients)
+                alone = pack(whole_gradients, bucket.exchange, is_traced=False)
             packed = alone if packed is None else alone + packed
         if packed is None or not used:
             return nothing

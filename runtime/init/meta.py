@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..geometry.rows import RowBox, RowSplit
-from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, ParamHandle
@@ -243,6 +242,8 @@ class _Initialization:
             of_whole: Whether to initialize whole parameters, or only the parts that this rank's buckets hold.
             keep: Whether to copy this rank's rows.
         """
+        from .deferred_fill import DeferredFills
+
         own, buffers = self._handles.get(owner, {}), self._buffers[owner]
         prefix = f"{self._names[owner]}." if self._names[owner] else ""
         empty = [handle for name, handle in own.items() if self._originals[owner][name].is_meta]

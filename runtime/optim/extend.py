@@ -22,10 +22,10 @@ from ..memory.bucket import Bucket, ParamHandle
 from ..owner import name_of, owner_of, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .kinds import EXTENDED, EXTENDED_ZERO_GRAD, has_own_zero_grad, is_wrapped, why_not_whole
-from .muon import ShardedMuon, check_matrices
+from .own_steps import whole_step_of
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
-from .whole_step import WholeStep, whole_step_of
+from .whole_step import WholeStep
 
 _uses: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """How often each optimizer has used gradients. Not an attribute: captured steps refuse those that change."""
@@ -152,6 +152,8 @@ def extend(
     """
     owners = models_of_optimizer(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
     if type(optimizer) is torch.optim.Muon:
+        from .muon import ShardedMuon, check_matrices
+
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well

@@ -33,9 +33,9 @@ from ..memory import gradients
 from ..memory.bucket import Bucket, ParamHandle
 from ..memory.tensor import RowShardedTensor
 from .kinds import has_own_zero_grad, is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
+from .own_steps import FLAT_STEP
 from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
-_FLAT_STEP = "mfsdp_flat_step"
 """Attribute of an optimizer with its :class:`FlatStep`."""
 _STEPPING = threading.Lock()
 """Held by a step over a bucket: in one backward, gradients in host memory may arrive on another thread than others."""
@@ -188,7 +188,7 @@ class FlatStep:
         self._scale: Tensor | None = None
         self.counts_calls = False
         """Whether a step has changed what the optimizer keeps in itself or in its groups."""
-        vars(optimizer)[_FLAT_STEP] = self
+        vars(optimizer)[FLAT_STEP] = self
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
     @property
@@ -509,7 +509,7 @@ def _own_state(state: dict[str, Any], gradient: Tensor) -> None:
 
 def flat_step_of(optimizer: torch.optim.Optimizer) -> FlatStep | None:
     """Return what steps ``optimizer`` over flat shards; None: it steps over parameters."""
-    found: FlatStep | None = vars(optimizer).get(_FLAT_STEP)
+    found: FlatStep | None = vars(optimizer).get(FLAT_STEP)
     return found
 
 

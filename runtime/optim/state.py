@@ -30,9 +30,8 @@ from ..memory.tensor import RowShardedTensor
 from ..owner import name_of, owner_of
 from ..program_lines import warn
 from ..ranks.agreement import has_others
-from .flat_step import flat_step_of
 from .kinds import held_by, is_plain, kind_of
-from .whole_step import WholeStep, whole_step_of
+from .own_steps import StepsWhole, has_flat_step, whole_step_of
 
 PREFIX = "module."
 """Prefix from the wrapper that ``fully_shard_model`` returns. Names are those of ``model.named_parameters()``."""
@@ -293,7 +292,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     rows = param.rows().detach() if is_sharded else param.detach()
     # What is not known to work element by element has state of other shapes, which follow from the whole parameter's.
     by_rows = is_sharded and whole_step_of(optimizer) is None
-    takes_rows = by_rows and (is_by_element(optimizer) or flat_step_of(optimizer) is not None)
+    takes_rows = by_rows and (is_by_element(optimizer) or has_flat_step(optimizer))
     twin = nn.Parameter(torch.zeros_like(rows) if takes_rows else rows.new_zeros(param.shape))
     setattr(twin, param.mfsdp_handle.bucket.plan.grad_attribute if is_sharded else "grad", torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
@@ -529,7 +528,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _owned_state(
-    optimizer: torch.optim.Optimizer, whole: WholeStep, state: Mapping[Any, dict[str, Any]], param_of: Mapping[Any, Any]
+    optimizer: torch.optim.Optimizer,
+    whole: StepsWhole,
+    state: Mapping[Any, dict[str, Any]],
+    param_of: Mapping[Any, Any],
 ) -> dict[Any, dict[str, Any]]:
     """Return the state of what this rank steps, and empty state of other parameters. A collective if state is
     sharded."""

@@ -26,7 +26,6 @@ from ..owner import owners_of
 from ..program_lines import warn
 from ..ranks.coordinator import Coordinator
 from ..step.grad_sync import GradSync
-from .muon import ShardedMuon
 from .state import cut_distributed_state
 from .step_tracker import StepTracker
 
@@ -127,15 +126,19 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         compat.complete_hooks(optimizer)
         optimizer.register_load_state_dict_post_hook(cut_distributed_state)
         vars(optimizer)[_CUTS] = True
-        if isinstance(optimizer, torch.optim.Muon) and not isinstance(optimizer, ShardedMuon):
-            _warn_of_gathers(owners)
+        if isinstance(optimizer, torch.optim.Muon):
+            _warn_of_gathers(optimizer, owners)
     for owner in owners:
         owner.step_tracker.begin(optimizer)
 
 
-def _warn_of_gathers(owners: Sequence[OptimizedModel]) -> None:
-    """Tell that Muon gathers matrices."""
-    if all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
+def _warn_of_gathers(muon: torch.optim.Muon, owners: Sequence[OptimizedModel]) -> None:
+    """Tell that Muon gathers matrices, if it is torch's own."""
+    from .muon import ShardedMuon
+
+    if isinstance(muon, ShardedMuon) or all(
+        bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets
+    ):
         return
     warn(
         "Muon's step gathers every matrix on every rank, and each rank orthogonalizes all of them. After optimizer = "

@@ -25,8 +25,7 @@ from ..memory import host
 from ..memory.redistribute import announce_at_rest
 from ..memory.tensor import RowShardedTensor
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
-
-_WHOLE_STEP = "mfsdp_whole_step"
+from .own_steps import WHOLE_STEP
 
 
 class WholeStep:
@@ -42,7 +41,7 @@ class WholeStep:
         self._wholes: dict[RowShardedTensor, nn.Parameter] = {}
         self._routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = {}
         self._assign()
-        vars(optimizer)[_WHOLE_STEP] = self
+        vars(optimizer)[WHOLE_STEP] = self
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -179,9 +178,3 @@ def _grad_attribute(param: RowShardedTensor) -> str:
 
 def _gradient(param: RowShardedTensor) -> RowShardedTensor | None:
     return getattr(param, _grad_attribute(param), None)
-
-
-def whole_step_of(optimizer: torch.optim.Optimizer) -> WholeStep | None:
-    """Return what steps ``optimizer`` over whole parameters; None: it steps over shards."""
-    found: WholeStep | None = vars(optimizer).get(_WHOLE_STEP)
-    return found
