@@ -55,7 +55,7 @@ class Code:
             file = f"{compat.PIECES_FILE}{next(_numbers)}>"
             lines = self.source.splitlines(keepends=True)
             linecache.cache[file] = (len(self.source), None, lines, file)  # for tracebacks
-            scope = {**_GLOBALS, **self.constants}
+            scope = _GLOBALS | {name: compat.called_below_autograd(value) for name, value in self.constants.items()}
             for name, callee in self.callees.items():
                 scope[name] = callee.function() if isinstance(callee, Code) else callee.run
             exec(compile(self.source, file, "exec"), scope)

@@ -23,6 +23,7 @@ __all__ = [
     "backward_id",
     "below_autograd",
     "below_function_transforms",
+    "called_below_autograd",
     "convert_arguments_of_functions",
     "counts_tensors",
     "hook_saved_tensors",
@@ -41,6 +42,22 @@ __all__ = [
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
 are several times faster there."""
+
+
+def called_below_autograd(operator: Any) -> Any:
+    """Return what calls a functional collective without autograd; other operators as they are.
+
+    Kernels of others may run a user's code, which may use autograd.
+    """
+    if getattr(operator, "namespace", "") != "_c10d_functional":
+        return operator
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with below_autograd():
+            return operator(*args, **kwargs)
+
+    return call
+
 
 _execution_engine = torch.autograd.Variable._execution_engine
 

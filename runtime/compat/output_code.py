@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
 from torch._inductor.output_code import OutputCode
 
-from .autograd import below_autograd
-
 
 class PiecesOfGraph(Protocol):
     """Code that calls the pieces of a graph. It can be pickled, without the code of the pieces."""
@@ -39,8 +37,7 @@ class PiecesCode(OutputCode):
 
     def __call__(self, inputs: Any) -> Any:
         assert self._run is not None
-        with below_autograd():  # several times faster: see there
-            return self._run(inputs)
+        return self._run(inputs)
 
     def prepare_for_serialization(self) -> None:
         """Leave what can be pickled. Called for a copy. Where that is not possible, there is no entry."""

@@ -629,6 +629,15 @@ def test_torchs_functions_ask_modules_before_they_divide_them() -> None:
             apply(module)
 
 
+def test_collectives_are_called_below_autograd() -> None:
+    operator = torch.ops._c10d_functional.wait_tensor.default
+    values = torch.ones(2, requires_grad=True)
+    called = compat.called_below_autograd(operator)
+    assert "Mul" not in operator(values * 2).grad_fn.name()
+    assert "Mul" in called(values * 2).grad_fn.name()  # what it is given
+    assert compat.called_below_autograd(torch.ops.aten.add.Tensor) is torch.ops.aten.add.Tensor
+
+
 def test_destruction_is_announced() -> None:
     done: list[bool] = []
     with compat.fake_process_group(2):
