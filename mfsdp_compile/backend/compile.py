@@ -78,11 +78,11 @@ def mfsdp(
                 'backend="mfsdp" compiles a model that is not sharded, and this process has no sharded model: every '
                 "rank would train alone. Call fully_shard_model first.",
             )
-        alone = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None, None)
+        alone, told = _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None, None), str(chosen)
 
         def run_alone(*args: Any) -> Any:
             outputs = alone(*args)
-            GraphRun([], str(chosen)).watch_backward(outputs)
+            GraphRun([], told).watch_backward(outputs)
             return outputs
 
         return run_alone
@@ -113,7 +113,7 @@ def mfsdp(
     for owner in owners:
         owner.compiled_graphs.append(compiled.record)
 
-    place = next(iter(shells))
+    place, told = next(iter(shells)), str(chosen)
 
     def run_served(*args: Any) -> Any:
         call = compiled.call
@@ -124,7 +124,7 @@ def mfsdp(
                 owner.forget_old_code()
                 stack.enter_context(owner.eager.serving(handle for handle in handles if handle.bucket.owner is owner))
             backwards, tensors, rest = call.serve(args)
-            graphs = GraphRun(backwards, str(chosen))
+            graphs = GraphRun(backwards, told)
             with graphs.expecting_graph():
                 outputs = compiled.run(*tensors, *rest)
             graphs.watch_backward(outputs)
@@ -141,7 +141,7 @@ def mfsdp(
         owners = models_of(buckets)
         for owner in owners:
             owner.forget_old_code()
-        graphs = GraphRun(backwards, str(chosen))
+        graphs = GraphRun(backwards, told)
         with _reporting_errors(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
