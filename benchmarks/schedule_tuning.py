@@ -4,8 +4,8 @@
 
 A model is trained until its schedule is tuned. Then a copy of it is trained with every schedule of the grid in turn,
 for --rounds steps each, by the same code without its rounds and bounds. The best of 41 schedules by a few noisy steps
-is partly the luckiest one. Therefore the tuned schedule, the best one and the one that trains without tuning then run
-by turns for --duel steps each, and these steps are compared.
+is partly the luckiest one. Therefore the tuned schedule, the best ones (by shortest step and by median) and the one
+that trains without tuning then run by turns for --duel steps each, and these steps are compared.
 """
 
 from __future__ import annotations

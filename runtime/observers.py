@@ -1,4 +1,4 @@
-"""What is about to communicate, for those who observe it.
+"""What is about to communicate, for those who observe it or prepare for it.
 
 Whoever moves rows of parameters between ranks says so here, and knows no observer. :mod:`.ranks.agreement` is one: it
 compares what ranks are about to do.
@@ -43,7 +43,7 @@ def operation_begins(what: str, group: str, parameter: str | None = None, comput
         computed: How its operand was computed, including Python numbers, if it must be the same on all ranks.
 
     Raises:
-        RuntimeError: Other ranks are doing something else.
+        Exception: What an observer raises, such as RuntimeError if other ranks are doing something else.
     """
     for observer in _observers:
         observer(what, group, parameter, computed)

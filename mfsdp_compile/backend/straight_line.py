@@ -20,6 +20,7 @@ from torch import fx
 from mfsdp_compile.passes import roles
 from mfsdp_compile.report.numbers import bytes_text, seconds_text
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.collectives import ops as ops  # the operators that are called
 
 Runner = Callable[[list[Any]], Any]
 """Takes its arguments out of a list, and returns a tuple."""

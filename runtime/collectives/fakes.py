@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what the operators of :mod:`.library` return. This is all that passes load of operators."""
+"""Shapes and dtypes of what the operators of :mod:`.library` return. Passes load these, and no kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The operators of :mod:`.library` that consist of others, which take their places when a graph is traced."""
+"""The operators of :mod:`.library` that consist of others, which take their places when a graph is traced.
+
+This module loads all other implementations.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from .. import compat
 from ..formats import quantize
 from ..geometry.exchange import Exchange, split_sizes
 from . import fakes as fakes
+from . import kernels as kernels
 from .library import library
 from .reduce import await_stage, pack, start_stage
 

@@ -11,6 +11,7 @@ from .. import compat
 from ..geometry.exchange import Buffers, Exchange, When, exchanges_slices, format_of, pieces_of
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
+from . import fakes as fakes
 from .library import library
 
 

@@ -36,7 +36,6 @@ from .kinds import has_own_zero_grad, is_constant, is_plain, is_wrapped, kept_ou
 from .own_steps import FLAT_STEP
 from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
-"""Attribute of an optimizer with its :class:`FlatStep`."""
 _STEPPING = threading.Lock()
 """Held by a step over a bucket: in one backward, gradients in host memory may arrive on another thread than others."""
 

@@ -10,6 +10,7 @@ have one of its words; and the conditions that ask for a flag of how a bucket tr
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -126,10 +127,11 @@ def loaded(what: str) -> int:
     """Return the number of lines of this package that an import loads."""
     listed = "for name in list(sys.modules): print(name, getattr(sys.modules[name], '__file__', ''))"
     code = f"{IMPORTS[what]}\nimport sys\n{listed}"
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    command, paths = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=paths, capture_output=True, text=True, check=True)
     found = (line.partition(" ") for line in ran.stdout.splitlines())
-    paths = {path for name, _, path in found if name.partition(".")[0] == "mfsdp_compile" and path.endswith(".py")}
-    return sum(len(Path(path).read_text(encoding="utf-8").splitlines()) for path in paths)
+    files = {path for name, _, path in found if name.partition(".")[0] == "mfsdp_compile" and path.endswith(".py")}
+    return sum(len(Path(path).read_text(encoding="utf-8").splitlines()) for path in files)
 
 
 if __name__ == "__main__":

@@ -213,9 +213,13 @@ def test_schedules_that_one_rank_cannot_try() -> None:
 @on_ranks(2, timeout=120)
 def test_a_schedule_that_cannot_be_written() -> None:
     """Training goes on with it."""
-    with mock.patch.object(tuning, "write_text", side_effect=OSError("no space left")):
+    with (
+        mock.patch.object(tuning, "write_text", side_effect=OSError("no space left")) as write,
+        parity.first_rank_warns(UserWarning, "cannot be written to mfsdp_schedule.txt"),
+    ):
         run = Trained(AOT_EAGER, tune=True)
         run.step(STEPS + 1)
+    assert write.called == (dist.get_rank() == 0)
     assert run.told
 
 
