@@ -206,7 +206,8 @@ class Checker(TorchDispatchMode):
             return outputs
         known = {_key(tensor) for tensor in ins}
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and _key(leaf) not in known]
-        on_host = [self._memory(tensor).is_host for tensor in ins if tensor.numel()]
+        with_elements = [tensor for tensor in ins if tensor.numel()]
+        on_host = [self._memory(tensor).is_host for tensor in with_elements or ins]
         is_host = pinned or (bool(on_host) and all(on_host))
         name = str(func).removeprefix("aten.").removesuffix(".default")
         for tensor in made:

@@ -233,7 +233,7 @@ def _norms(parts: Sequence[_Reduced], order: Any, dtype: torch.dtype | None) -> 
     for part in parts:
         local, wide = part.local, _wide(dtype or part.local.dtype)
         if not local.numel():  # vector_norm raises for empty tensors and some orders; zeros contribute nothing to any
-            locals_.append(torch.zeros(part.kept, dtype=wide.to_real(), device=local.device).reshape(-1))
+            locals_.append(local.new_zeros(part.kept, dtype=wide.to_real()).reshape(-1))
             continue
         norm = torch.linalg.vector_norm(local, order, part.dims, dtype=wide).reshape(-1)
         locals_.append(norm if order == math.inf else norm**order)
