@@ -44,17 +44,22 @@ def train(given: argparse.Namespace, rank: int, path: Path) -> tuning.Tuning:
     return found
 
 
+def train_all(given: argparse.Namespace, rank: int, path: Path, steps: int) -> Mapping[str, Sequence[float]]:
+    """Train with all candidates in turn. Return the seconds of each one's steps."""
+    with (
+        mock.patch.object(tuning, "MOST", 1000),
+        mock.patch.object(tuning, "ROUNDS", ((1000, steps),)),
+        mock.patch.object(tuning, "RETRIES", 0),
+    ):
+        return train(given, rank, path).times
+
+
 def run(rank: int, given: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", given.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks)
     found = train(given, rank, Path(folder) / "tuned.txt").lines
-    with (
-        mock.patch.object(tuning, "MOST", 1000),
-        mock.patch.object(tuning, "ROUNDS", ((1000, given.rounds),)),
-        mock.patch.object(tuning, "RETRIES", 0),
-    ):
-        times = train(given, rank, Path(folder) / "all.txt").times
+    times = train_all(given, rank, Path(folder) / "all.txt", given.rounds)
     tuned = found[1].partition(" s: ")[2]
     best = {of: min(times, key=lambda label: of(times[label])) for of in (min, statistics.median)}
     if rank == 0:
@@ -62,15 +67,10 @@ def run(rank: int, given: argparse.Namespace, folder: str) -> None:
         print(found[0])
         report(times, tuned)
     among, candidates = {tuned, *best.values()}, tuning.candidates
-    with (
-        mock.patch.object(
-            tuning, "candidates", lambda *given: [c for c in candidates(*given) if tuning.label_of(c.policy) in among]
-        ),
-        mock.patch.object(tuning, "MOST", 1000),
-        mock.patch.object(tuning, "ROUNDS", ((1000, given.duel),)),
-        mock.patch.object(tuning, "RETRIES", 0),
+    with mock.patch.object(
+        tuning, "candidates", lambda *given: [c for c in candidates(*given) if tuning.label_of(c.policy) in among]
     ):
-        duel = train(given, rank, Path(folder) / "duel.txt").times
+        duel = train_all(given, rank, Path(folder) / "duel.txt", given.duel)
     if rank == 0:
         report(duel, tuned)
         for what, label in (("shortest step", best[min]), ("median", best[statistics.median])):

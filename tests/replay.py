@@ -17,7 +17,6 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,10 +61,10 @@ def _made(row: Row) -> tuple[Any, list[Any]]:
     return shard(model, units, row.setting, "cpu"), inputs
 
 
-def _eager(row: Row) -> Iterator[str]:
-    """Yield what is announced."""
+def _eager(row: Row) -> list[str]:
+    """Return what is announced."""
     model, inputs = _made(row)
-    announced: list[str] = []
+    announced = ["# eager"]
     start, notes = Order.start, Journal.note
 
     def begin(self: Any, collective: str, *given: Any, **named: Any) -> None:
@@ -86,11 +85,11 @@ def _eager(row: Row) -> Iterator[str]:
             optimizer.step()
             optimizer.zero_grad()
             announced.append("end of the step")
-    return iter(["# eager", *announced])
+    return announced
 
 
-def _compiled(row: Row) -> Iterator[str]:
-    """Yield the code of the compiled graphs, and the graphs of their pieces."""
+def _compiled(row: Row) -> list[str]:
+    """Return the code of the compiled graphs, and the graphs of their pieces."""
     model, inputs = _made(row)
     found: list[str] = []
     pieces: dict[str, int] = {}
@@ -121,7 +120,7 @@ def _compiled(row: Row) -> Iterator[str]:
             found.append(f"{_REFUSED}, {type(error).__name__}: {error}")
     for text, number in pieces.items():
         found += [f"# graph of piece {number}", text]
-    return iter(found)
+    return found
 
 
 def main() -> int:
