@@ -207,7 +207,7 @@ def least_exposed(problem: StepOutlines) -> float:
     reduced = late = 0.0
     for gradients in reversed(backward.gradients):
         info = buckets[gradients.bucket]
-        reduced += sum(costs.reduction(info, stage) for stage in range(len(info.exchange.groups)))
+        reduced += sum(costs.reduction(info, stage) for stage in range(len(info.exchange.lane.reduction)))
         late = max(late, reduced - slow * after[gradients.ready + 1])
     return early + late
 

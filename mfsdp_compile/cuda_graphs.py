@@ -54,6 +54,11 @@ def captured(
             f"{caller} captures steps of models whose memory keeps its addresses: pass cuda_graph_mode=True to "
             "fully_shard_model."
         )
+    if stateful := next((bucket for bucket in sharded.buckets if bucket.lane.keeps_state), None):
+        raise NotImplementedError(
+            f"Bucket {stateful.plan.name!r} travels through stages that keep state in Python ({stateful.lane.text}), "
+            "which a replay of recorded kernels would not see. Take these plug-ins out, or do not record steps."
+        )
     if any(bucket.plan.inspected for bucket in sharded.buckets):
         raise ValueError(
             "report_nan_in_param_grad reads values on the host after each backward, which a CUDA graph cannot do. "

@@ -45,8 +45,8 @@ class BucketInfo:
         has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
             tensor in addition to the shard.
         main_dtype: Dtype of the shard.
-        gather_stride, reduce_strides: Distance between neighbors in the groups that the bucket is gathered and reduced
-            over, in global ranks. It tells how far data travels.
+        gather_stride: Distance between neighbors in the group that the bucket is gathered over, in global ranks. It
+            tells how far data travels.
         resident_bytes: Bytes that stay gathered between uses; 0 for none.
         resident_rings: Size and stride of each group that the resident is gathered over, once per optimizer step.
         portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
@@ -66,7 +66,6 @@ class BucketInfo:
     has_resident: bool = False
     main_dtype: torch.dtype = torch.float32
     gather_stride: int = 1
-    reduce_strides: tuple[int, ...] = (1, 1)
     resident_bytes: int = 0
     resident_rings: tuple[tuple[int, int], ...] = ()
     portion_size: int = 0
@@ -83,7 +82,7 @@ class BucketInfo:
         """
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
-            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
+            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:"
             f"{self.resident_bytes}:{self.resident_rings}:{self.portion_size}:"
             f"{self.portion_group}:{self.releases_resident}:{self.stays}"
         )
@@ -91,7 +90,7 @@ class BucketInfo:
     @property
     def has_token(self) -> bool:
         """Whether the bucket's reduction may be deferred. If so, the graph takes a token for the deferred sum."""
-        return self.trainable and self.exchange.needs_token
+        return self.exchange.lane.has_token(self.trainable)
 
     @property
     def sent_bytes(self) -> int:
@@ -204,6 +203,7 @@ class NodeKind(Enum):
     FETCH = "fetch"  # copy of the shard, from host memory to the device
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
+    LANDED = "landed"  # an awaited gather, in front of local stages
     GATHERED = (
         "gathered"  # the whole bucket: an awaited (and dequantized) gather or resident, or a cast of a whole shard
     )

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.formats import quantize
-from mfsdp_compile.runtime.geometry.exchange import exchanges_slices, format_of
+from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from . import roles
@@ -76,22 +76,27 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             if number > 1:  # portions are of the bucket as it is held
                 size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
+            if "use" not in exchange.lane.plain_parts and number == 1:
+                detail = ", ".join([detail, *_shown(exchange.lane, exchange.lane.places("use"))])
             if info.is_fetched and number == 1:
                 detail += f", {info.shard_bytes:,} B of each from host memory"
         elif what == "reduce":
-            stage = number - 1
-            collective = exchange.collectives[stage]
-            wire = format_of(collective) or _short(exchange.stage_dtype(stage))
-            sent = f"{exchange.stage_bytes(stage):,} B in {wire}"
-            how = "gathered" if collective == "all_gather" else exchange.reduce_op
-            if exchanges_slices(collective):
-                how = f"exchanged and summed in {_short(exchange.stage_dtype(stage + 1))}"
-            detail = f"{sent}, {how} over {exchange.group_sizes[stage]} ranks"
-            if exchange.offload and number == len(exchange.groups):
+            lane = exchange.lane
+            flight = lane.reduction[number - 1]
+            entering = lane.spec(flight.part, flight.index)
+            detail = f"{entering.bytes:,} B in {_short(entering.dtype)}, {flight.stage.text}"
+            detail = ", ".join([*_shown(lane, flight.before), detail, *_shown(lane, flight.after)])
+            if exchange.offload and number == len(lane.reduction):
                 detail += f", {info.shard_bytes:,} B to host memory"
-            is_deferrable = exchange.may_wait(stage)
+            is_deferrable = flight.may_wait
         found[node] = [str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))]
     return found
+
+
+def _shown(lane: Lane, places: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the texts of local stages of plug-ins."""
+    stages = [lane[part][index] for part, index in places]
+    return [stage.text for stage in stages if not stage.inlined]
 
 
 def _short(dtype: torch.dtype) -> str:

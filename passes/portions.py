@@ -64,7 +64,8 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
 
 def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_outputs: int) -> None:
     """Save a portion of the bucket that forward ``gathered``; the backward gathers ``again`` from portions."""
-    (_, whole), (start, wait) = gathered.collective, again.collective
+    whole, (start, wait) = gathered.whole, again.collective
+    assert whole is not None
     forward, backward = whole.graph, start.graph
     shard = (again.before or (start,))[0].all_input_nodes[0]
     ranks = info.portion_size, info.portion_group
@@ -78,9 +79,9 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
     for node in (portion, placeholder):
         node.meta |= {"val": value, "custom": {roles.MARK: again.bucket}}
         set_role(node, Role(NodeKind.PORTION, again.bucket))
-    start.args = (placeholder, *ranks)
-    if wait.target is roles.WAIT_QUANTIZED:
-        _await_portions(start, wait)
+    start.target, start.args = roles.GATHERS[0], (placeholder, *ranks)
+    if again.whole is not None and (wait is not again.whole or wait.target is not roles.WAITS[0]):
+        _await_portions(start, again)
     for node in reversed(again.before):
         backward.erase_node(node)
     backward.erase_node(shard)  # nothing else reads it; the portion takes its place among the saved values
@@ -90,11 +91,14 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
     output.args = (tuple(saved),)
 
 
-def _await_portions(start: fx.Node, wait: fx.Node) -> None:
-    """Let a gather of portions be awaited without dequantizing: portions are parts of the dequantized bucket."""
-    start.meta["val"] = wait.meta["val"]
-    with wait.graph.inserting_before(wait):
-        plain = wait.graph.call_function(roles.WAITS[0], (start,))
-    plain.meta = dict(wait.meta)
-    wait.replace_all_uses_with(plain)
-    wait.graph.erase_node(wait)
+def _await_portions(start: fx.Node, again: roles.Gather) -> None:
+    """Let a gather of portions be awaited without what follows: portions are parts of the bucket as it is held."""
+    whole = again.whole
+    assert whole is not None
+    start.meta["val"] = whole.meta["val"]
+    with whole.graph.inserting_before(whole):
+        plain = whole.graph.call_function(roles.WAITS[0], (start,))
+    plain.meta = dict(whole.meta)
+    whole.replace_all_uses_with(plain)
+    for node in reversed((*again.landing, whole)):
+        node.graph.erase_node(node)

@@ -42,7 +42,10 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
         for stage in range(len(reduction.stages)):
             await_at, when = _await_at(found, i, stage, behind, context)
             nodes = [reduction.stages[stage][1]]
-            nodes += reduction.stages[stage + 1][:1] if stage + 1 < len(reduction.stages) else reduction.after
+            if stage + 1 < len(reduction.stages):
+                nodes += [*reduction.between[stage], reduction.stages[stage + 1][0]]
+            else:
+                nodes += reduction.after
             for node in nodes:
                 if await_at is None:
                     output.prepend(node)

@@ -40,8 +40,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     for gather in roles.gathers(graph):
         chain = [node for node in gather.nodes if node not in gather.views]
         derived = [*gather.views, *_derived(gather)]
-        if gather.start is not None and gather.bucket in context.decisions.kept:
-            gather.collective[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if gather.start is not None and gather.whole is not None and gather.bucket in context.decisions.kept:
+            gather.whole.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             chain = []
             what = "kept for backward"
         else:

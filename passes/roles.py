@@ -18,8 +18,7 @@
 
     ... -> wait -> [cast] -> deliver -> output        the gradient is delivered when it has arrived (:mod:`.deliver`)
 
-    gradients -> pack_gradients -> exchange_slices -> wait_summed -> ...              the same, summed in float32
-                                          (an all_gather may follow, if every rank needs the whole sum)
+    ... -> local stages -> start -> wait -> local stages -> ...       either, through stages of plug-ins
 
 If a backward gathers portions that its forward kept (:mod:`.portions`):
 
@@ -45,6 +44,7 @@ from torch import fx
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import fakes as fakes  # defines the operators that are read below
 from mfsdp_compile.runtime.formats import fp8_linear as fp8_linear  # defines others
+from mfsdp_compile.runtime.lanes.stage import compiled_operators
 
 from .context import NodeKind, Role, role_of, set_role
 
@@ -71,8 +71,9 @@ class Gather:
         bucket: Index of the bucket in the context.
         before: Nodes that compute the input of the all-gather from this rank's shard: the fetch, casts and waits.
         start: The all-gather; None if the bucket is already whole.
-        whole: The wait of the all-gather, or another node that produces the whole bucket; None if that is a
-            placeholder.
+        landing: The wait and the local stages behind it, if there are any, but for the last one.
+        whole: The wait of the all-gather, the last local stage behind it, or another node that produces the whole
+            bucket; None if that is a placeholder.
         views: Views of the whole bucket, including views of views, in graph order.
         uses: Nodes that read the gathered values, in graph order.
     """
@@ -83,18 +84,19 @@ class Gather:
     whole: fx.Node | None
     views: tuple[fx.Node, ...]
     uses: tuple[fx.Node, ...]
+    landing: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """All nodes of the gather except the uses."""
-        return tuple(n for n in (*self.before, self.start, self.whole, *self.views) if n is not None)
+        return tuple(n for n in (*self.before, self.start, *self.landing, self.whole, *self.views) if n is not None)
 
     @property
     def collective(self) -> tuple[fx.Node, fx.Node]:
         """Start and wait of the all-gather. Only for gathers that communicate."""
         assert self.start is not None
         assert self.whole is not None
-        return self.start, self.whole
+        return self.start, self.landing[0] if self.landing else self.whole
 
     @property
     def is_of_portions(self) -> bool:
@@ -111,6 +113,7 @@ class Reduction:
         pack: Node that packs the gradients into the bucket.
         scale: Nodes between ``pack`` and the first stage.
         stages: Start and wait of each stage.
+        between: For each stage but the last, nodes between its wait and the start of the next.
         after: Nodes that turn the last wait into the graph's output.
     """
 
@@ -118,6 +121,7 @@ class Reduction:
     pack: fx.Node
     scale: tuple[fx.Node, ...]
     stages: tuple[tuple[fx.Node, fx.Node], ...]
+    between: tuple[tuple[fx.Node, ...], ...]
     after: tuple[fx.Node, ...]
 
     @property
@@ -134,7 +138,7 @@ def is_collective(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         (target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default)
-        or target in (GATHER_INTO_BUFFER, EXCHANGE_SLICES)
+        or target in (GATHER_INTO_BUFFER, EXCHANGE_SLICES, START_STAGE)
     )
 
 
@@ -256,10 +260,14 @@ GATHER_INTO_BUFFER = torch.ops.mfsdp.gather_into_buffer.default
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default, GATHER_INTO_BUFFER)
 DELIVER = torch.ops.mfsdp.deliver.default
 EXCHANGE_SLICES = torch.ops.mfsdp.exchange_slices.default
+REDUCE_IF_DUE = torch.ops.mfsdp.reduce_if_due.default
+RUN_STAGE, START_STAGE, WAIT_STAGE = (
+    getattr(torch.ops.mfsdp, name).default for name in ("run_stage", "start_stage", "wait_stage")
+)
 REDUCES = (
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_reduce.default,
-    torch.ops.mfsdp.reduce_if_due.default,
+    REDUCE_IF_DUE,
     EXCHANGE_SLICES,
 )
 _PACKING = torch.ops.mfsdp.pack_gradients.default
@@ -272,10 +280,7 @@ OFFLOAD_SAVED = torch.ops.mfsdp.offload_saved.default
 FETCH_SAVED = torch.ops.mfsdp.fetch_saved.default
 WAIT_SAVED = torch.ops.mfsdp.wait_saved.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
-WAIT_SUMMED = torch.ops.mfsdp.wait_summed.default
-ENCODE_SLICES = torch.ops.mfsdp.encode_slices.default
-SUM_SLICES = torch.ops.mfsdp.sum_slices.default
-WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_SUMMED)
+WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_STAGE)
 """Operators that await a collective."""
 QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
 _KINDS: dict[Any, NodeKind] = {
@@ -286,6 +291,39 @@ _KINDS: dict[Any, NodeKind] = {
 }
 """Kinds of marked nodes that follow from their operators alone."""
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def place_of(node: fx.Node) -> tuple[str, str, int] | None:
+    """Return the place of the stage that a node runs, starts or awaits, if it says so: key of the lane, part, index."""
+    if node.target not in (RUN_STAGE, START_STAGE, WAIT_STAGE):
+        return None
+    lane, part, index = node.args[-3:]
+    return lane, part, index  # type: ignore[return-value]
+
+
+def token_of(node: fx.Node) -> fx.Node | None:
+    """Return the graph input that tells a stage's operator which bucket it is; None if there is none."""
+    if node.target not in (RUN_STAGE, START_STAGE, WAIT_STAGE, REDUCE_IF_DUE):
+        return None
+    token = node.args[1]
+    return token if isinstance(token, fx.Node) and token.op == "placeholder" else None
+
+
+def starts_gather(node: fx.Node) -> bool:
+    """Whether a node starts a collective that gathers."""
+    if node.target is START_STAGE:
+        return node.args[-2] == "use"
+    return node.target in GATHERS
+
+
+def starts_reduction(node: fx.Node) -> bool:
+    """Whether a node starts a stage of a reduction, or may: it reduces, or gathers sums."""
+    return node.target in REDUCES or (node.target is START_STAGE and node.args[-2] != "use")
+
+
+def is_local_stage(node: fx.Node) -> bool:
+    """Whether a node is a local stage's operator."""
+    return node.target is RUN_STAGE or node.target in compiled_operators
 
 
 def assign(graph: fx.Graph) -> None:
@@ -308,15 +346,16 @@ def assign(graph: fx.Graph) -> None:
             assert source is not None
             bucket = source.bucket
         set_role(node, Role(kind, bucket))
+        token = token_of(node)
+        if token is not None:
+            set_role(token, Role(NodeKind.TOKEN, bucket))
         for source in tensor_inputs(node) if kind is not NodeKind.PACK else ():
-            if source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
+            if source is not token and source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
                 set_role(source, Role(_kind_of_input(node, kind), bucket))
 
 
 def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
     """Return the kind of a placeholder that a node with a role reads."""
-    if kind is NodeKind.START_REDUCE:
-        return NodeKind.TOKEN
     if node.target is WAIT_QUANTIZED or kind is NodeKind.SCALES:
         return NodeKind.SCALES
     of_bytes = _mark(node, OF_BYTES) or any(user.target is WAIT_QUANTIZED for user in node.users)
@@ -345,30 +384,52 @@ def _kind(node: fx.Node) -> NodeKind | None:
     target = node.target
     if target in _KINDS and _mark(node) is not None:
         return _KINDS[target]
-    if target in REDUCES and of in (NodeKind.PACK, NodeKind.REDUCED):
+    if starts_reduction(node) and of in (NodeKind.PACK, NodeKind.REDUCED):
         return NodeKind.START_REDUCE
     if target in GATHERS and of is NodeKind.REDUCED:  # of sums of slices
         return NodeKind.START_REDUCE
     if target in WAITS and of is NodeKind.START_REDUCE:
         return NodeKind.REDUCED
-    if target in WAITS and of is NodeKind.START_GATHER:
-        return NodeKind.GATHERED
+    if of is NodeKind.REDUCED and _leads_on(node):
+        return NodeKind.REDUCED
+    if (target in WAITS and of is NodeKind.START_GATHER) or (of is NodeKind.LANDED and is_local_stage(node)):
+        return NodeKind.LANDED if any(map(is_local_stage, node.users)) else NodeKind.GATHERED
     if is_view(node) and (of is NodeKind.SCALES or (_mark(node, SCALES_MARK) is not None and _is_input(source))):
         return NodeKind.SCALES
     if is_view(node) and (of in (NodeKind.GATHERED, NodeKind.VIEW) or (_mark(node) is not None and _is_input(source))):
         return NodeKind.VIEW
     if _mark(node) is None:
         return None
-    if target in GATHERS:
+    if starts_gather(node):
         return NodeKind.START_GATHER
+    if is_local_stage(node) and (_is_input(source) or of in (NodeKind.CAST, NodeKind.FETCH)):
+        return NodeKind.CAST if any(map(_is_before_gather, node.users)) else NodeKind.GATHERED
     if (target is _c10d.wait_tensor.default or target in CASTS) and (
         _is_input(source) or of in (NodeKind.CAST, NodeKind.FETCH)
     ):
-        feeds = any(user.target in GATHERS or user.target in CASTS for user in node.users)
+        feeds = any(map(_is_before_gather, node.users))
         return NodeKind.CAST if feeds else NodeKind.GATHERED
     if of is NodeKind.PACK:  # scaled before it is reduced
         return NodeKind.PACK
     return None
+
+
+def _is_before_gather(user: fx.Node) -> bool:
+    """Whether what reads a cast of a shard is its gather, or leads to it."""
+    return starts_gather(user) or user.target in CASTS or is_local_stage(user)
+
+
+def _leads_on(node: fx.Node) -> bool:
+    """Whether a node stands between two stages of a reduction: it is a local stage, or leads to the next start."""
+    if is_local_stage(node):
+        return True
+    while node.op == "call_function" and len(tensor_inputs(node)) == 1 and len(node.users) == 1:
+        if is_view(node) and node.target is operator.getitem:
+            return False
+        (node,) = node.users
+        if starts_reduction(node) or starts_gather(node):
+            return node.all_input_nodes[0].op != "placeholder"
+    return False
 
 
 def _is_input(node: fx.Node | None) -> bool:
@@ -387,14 +448,21 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     found = []
     for node, role in _of_kind(graph, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.SHARD):
         if role.kind is NodeKind.START_GATHER:
-            (whole,) = (user for user in node.users if has_kind(user, NodeKind.GATHERED))
-            found.append(_gather(role.bucket, _casts_before(node), node, whole, whole))
+            (whole,), landing = node.users, []
+            while has_kind(whole, NodeKind.LANDED):
+                landing.append(whole)
+                (whole,) = whole.users
+            found.append(_gather(role.bucket, _casts_before(node), node, whole, whole, tuple(landing)))
         elif role.kind is NodeKind.GATHERED:
-            if not has_kind(node.all_input_nodes[0], NodeKind.START_GATHER):
+            if not (has_kind(node.all_input_nodes[0], NodeKind.START_GATHER) or _has_landed(node)):
                 found.append(_gather(role.bucket, _casts_before(node), None, node, node))
         elif any(reads_whole(user) for user in node.users):
             found.append(_gather(role.bucket, (), None, None, node))
     return found
+
+
+def _has_landed(node: fx.Node) -> bool:
+    return has_kind(node.all_input_nodes[0], NodeKind.LANDED)
 
 
 def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -405,7 +473,12 @@ def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _gather(
-    bucket: int, before: tuple[fx.Node, ...], start: fx.Node | None, whole: fx.Node | None, root: fx.Node
+    bucket: int,
+    before: tuple[fx.Node, ...],
+    start: fx.Node | None,
+    whole: fx.Node | None,
+    root: fx.Node,
+    landing: tuple[fx.Node, ...] = (),
 ) -> Gather:
     views: list[fx.Node] = []
     uses: dict[fx.Node, None] = {}
@@ -420,7 +493,7 @@ def _gather(
             elif whole is not None or node is not root or is_region_call(user):
                 # other readers of a placeholder itself do not read the bucket
                 uses[user] = None
-    return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)))
+    return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)), landing)
 
 
 def packs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
@@ -444,12 +517,18 @@ def reductions(graph: fx.Graph) -> list[Reduction]:
 
 def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx.Node) -> Reduction:
     stages: list[tuple[fx.Node, fx.Node]] = []
+    locals_of: list[list[fx.Node]] = []
     following: fx.Node | None = start
-    wait = start
+    node = wait = start
     while following is not None:
         (wait,) = (user for user in following.users if has_kind(user, NodeKind.REDUCED))
         stages.append((following, wait))
-        following = next((user for user in wait.users if has_kind(user, NodeKind.START_REDUCE)), None)
+        locals_of.append([])
+        node = wait
+        while (local := next((user for user in node.users if has_kind(user, NodeKind.REDUCED)), None)) is not None:
+            locals_of[-1].append(local)
+            node = local
+        following = next((user for user in node.users if has_kind(user, NodeKind.START_REDUCE)), None)
     after: list[fx.Node] = []
     pending = [wait]
     while pending:
@@ -457,7 +536,7 @@ def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx
             if user.op != "output" and user not in after:
                 after.append(user)
                 pending.append(user)
-    return Reduction(bucket, pack, scale, tuple(stages), tuple(sorted(after)))
+    return Reduction(bucket, pack, scale, tuple(stages), tuple(map(tuple, locals_of[:-1])), tuple(sorted(after)))
 
 
 def has_kind(node: fx.Node, kind: NodeKind) -> bool:

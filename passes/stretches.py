@@ -13,11 +13,12 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.lanes.stage import compiled_operators
 
 from . import roles
 
 PACK = torch.ops.mfsdp.pack_gradients.default
-_COMPUTES = (PACK, torch.ops.mfsdp.pack_into.default, roles.QUANTIZE, roles.ENCODE_SLICES, roles.SUM_SLICES)
+_COMPUTES = (PACK, torch.ops.mfsdp.pack_into.default, roles.QUANTIZE)
 """Operators of ours that are computation."""
 _COMMUNICATE = {"mfsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 _MAKE_CONSTANTS = (
@@ -54,8 +55,9 @@ def communicates(node: fx.Node) -> bool:
             )
         return True
     target = node.target
+    computes = target in _COMPUTES or target in compiled_operators
     return (
-        (isinstance(target, torch._ops.OpOverload) and target.namespace in _COMMUNICATE and target not in _COMPUTES)
+        (isinstance(target, torch._ops.OpOverload) and target.namespace in _COMMUNICATE and not computes)
         or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value
     )
 

@@ -3,10 +3,7 @@
 ``mfsdp::reduce_if_due``, ``mfsdp::exchange_slices`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and
 outputs must not be touched until their waits.
 
-``mfsdp::wait_summed`` is Inductor's own wait, and one kernel that reads the slices, decodes them if they are in a
-format, adds them in the order of ranks, and computes what follows; for more ranks than a kernel should read, several,
-one after the other. What ``mfsdp::exchange_slices`` sends in a format is encoded by kernels in front of the collective.
-In pieces, ``mfsdp::sum_slices`` and ``mfsdp::encode_slices`` are these kernels (:mod:`.slices`).
+Operators of local stages bring their own lowerings (:data:`~mfsdp_compile.runtime.lanes.stage.compiled_operators`).
 
 ``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
 
@@ -31,9 +28,7 @@ from typing import Any
 import torch
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.formats import wire
-
-from .slices import has_kernels
+from mfsdp_compile.runtime.lanes.stage import compiled_operators
 
 
 @functools.cache
@@ -43,46 +38,19 @@ def register_lowerings() -> None:
     compat.register_lowering(torch.ops.mfsdp.pack_into.default, _pack_into)
     if_due = torch.ops.mfsdp.reduce_if_due.default
     compat.register_lowering(if_due, functools.partial(compat.inductor_collective, if_due))
-    compat.register_lowering(torch.ops.mfsdp.exchange_slices.default, _exchange_slices)
+    exchange = torch.ops.mfsdp.exchange_slices.default
+    compat.register_lowering(exchange, functools.partial(compat.inductor_collective, exchange))
     into_buffer = torch.ops.mfsdp.gather_into_buffer.default
     compat.register_lowering(
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
-    compat.register_lowering(torch.ops.mfsdp.wait_summed.default, _wait_summed)
-    compat.register_lowering(torch.ops.mfsdp.encode_slices.default, _encode_slices)
-    compat.register_lowering(torch.ops.mfsdp.sum_slices.default, _sum_slices)
+    for operator, lowering in compiled_operators.items():
+        compat.register_lowering(operator, lowering)
     deliver = torch.ops.mfsdp.deliver.default
     compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))
     dequantizes = torch.ops.mfsdp.wait_quantized.default
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
-
-
-def _exchange_slices(gradient: Any, ranks: int, group: str, format: str = "", pieces: int = 1) -> Any:
-    operator = torch.ops.mfsdp.exchange_slices.default
-    if format and has_kernels(format, gradient.get_device()):
-        gradient, format, pieces = _encode_slices(gradient, ranks, format, pieces), "", 1
-    return compat.inductor_collective(operator, gradient, ranks, group, format, pieces)
-
-
-def _wait_summed(slices: Any, ranks: int, format: str, numel: int) -> Any:
-    if not has_kernels(format, slices.get_device()):
-        return compat.inductor_wait_then(torch.ops.mfsdp.wait_summed.default, slices, ranks, format, numel)
-    return _sum_slices(compat.inductor_wait(slices), ranks, format, numel)
-
-
-def _encode_slices(gradient: Any, ranks: int, format: str, pieces: int = 1) -> Any:
-    return compat.inductor_inlined(wire.encode, gradient, ranks, format, pieces)
-
-
-def _sum_slices(received: Any, ranks: int, format: str, numel: int) -> Any:
-    total = None
-    for first in range(0, ranks, wire.SLICES_AT_ONCE):
-        some, count = compat.inductor_part(received, ranks, first, first + wire.SLICES_AT_ONCE)
-        total = compat.inductor_inlined(wire.sum_decoded, some, count, numel, format, total)
-        if first + count < ranks:
-            total.realize()
-    return total
 
 
 def _pack_gradients(

@@ -41,7 +41,6 @@ from mfsdp_compile.passes.context import NodeKind
 from mfsdp_compile.passes.stretches import PACK, CannotCut, Stretch, communicates_inside, divide, graphs_of
 from mfsdp_compile.runtime import compat
 
-from .slices import compute_slices
 from .straight_line import Call, Program, Step
 
 
@@ -107,7 +106,6 @@ class _Cutter:
         prepared: Callable[[Piece], compat.CompiledPiece],
         programs: dict[int, Program],
     ) -> None:
-        compute_slices(module.graph)
         _pack_where_computed(module.graph)
         self.graph, self._prepared, self._programs = module.graph, prepared, programs
         self._bodies: dict[tuple[Any, ...], _Prepared] = {}  # by id, and layouts of arguments

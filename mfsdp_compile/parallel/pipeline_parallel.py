@@ -86,7 +86,7 @@ def held_memory(model: nn.Module) -> HeldMemory:
 def _gradient_bytes(bucket: Bucket) -> int:
     if not bucket.plan.requires_grad:
         return 0
-    layout, waits_whole = bucket.plan.layout, bucket.exchange.may_wait(0)
+    layout, waits_whole = bucket.plan.layout, bucket.lane.waits_whole
     return (layout.numel if waits_whole else layout.shard_numel) * bucket.plan.grad_dtype.itemsize
 
 

@@ -22,8 +22,9 @@ from mfsdp_compile.passes.solver.reasons import gib
 from mfsdp_compile.passes.solver.simulate import host_memory
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.formats import quantize, wire
+from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
+from mfsdp_compile.runtime.guests.sums_in_order import wire
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.schedule.file import ScheduleText

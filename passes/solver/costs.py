@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mfsdp_compile.runtime.formats import quantize, wire
-from mfsdp_compile.runtime.geometry.exchange import exchanges_slices, format_of, kind_of, stride_of
+from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.geometry.topology import stride_of
+from mfsdp_compile.runtime.lanes.plain import Cast, Scale
+from mfsdp_compile.runtime.lanes.stage import Spec, Stage
 
 from ..context import BucketInfo
 from .hardware import Hardware
@@ -85,6 +87,14 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
     return hardware.collective_seconds + latency + moved
 
 
+def _kind(stage: Stage) -> str:
+    if stage.gathers:
+        return "all_gather"
+    if stage.sums:
+        return "reduce_scatter" if stage.scatters else "all_reduce"
+    return "all_to_all"
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Costs on one kind of machine.
@@ -110,6 +120,9 @@ class CostModel:
             return 0.0
         ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
         payload = info.gathered_bytes if portions else info.sent_bytes
+        lane = info.exchange.lane
+        if not portions and lane.gather is not None and "use" not in lane.plain_parts:
+            return self.flying(lane.use[lane.gather], lane.spec("use", lane.gather))
         return collective_seconds("all_gather", payload, ring, self.hardware)
 
     def quantize(self, info: BucketInfo) -> float:
@@ -150,11 +163,31 @@ class CostModel:
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""
-        exchange = info.exchange
-        ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
-        return collective_seconds(
-            kind_of(exchange.collectives[stage]), exchange.stage_bytes(stage), ring, self.hardware
-        )
+        lane = info.exchange.lane
+        flight = lane.reduction[stage]
+        return self.flying(flight.stage, lane.spec(flight.part, flight.index))
+
+    def flying(self, stage: Stage, spec: Spec) -> float:
+        """Return the seconds of a stage that communicates."""
+        if (group := stage.group) is None:
+            return self.kernels(stage, spec)
+        sent = stage.cost(spec).sent
+        kind, payload = _kind(stage), spec.bytes
+        if group.size > 1:
+            payload = sent * group.size // (group.size - 1) // (2 if kind == "all_reduce" else 1)
+        return collective_seconds(kind, payload, Ring(group.size, group.stride), self.hardware)
+
+    def kernels(self, stage: Stage, spec: Spec) -> float:
+        """Return the seconds of the kernels of a local stage."""
+        cost = stage.cost(spec)
+        kernels = cost.fused if self.fused and cost.fused is not None else cost.kernels
+        return sum(map(self.moved, kernels))
+
+    def local(self, info: BucketInfo, places: Sequence[tuple[str, int]]) -> float:
+        """Return the seconds of local stages of plug-ins."""
+        lane = info.exchange.lane
+        stages = [(lane[part][index], lane.spec(part, index)) for part, index in places]
+        return sum(self.kernels(stage, spec) for stage, spec in stages if not stage.inlined)
 
     def cast(self, info: BucketInfo) -> float:
         """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if nothing is cast."""
@@ -165,35 +198,20 @@ class CostModel:
 
     def finish(self, info: BucketInfo) -> float:
         """Return the seconds to cast a reduced gradient to the shard's dtype and scale it; 0.0 if not needed."""
-        exchange, main = info.exchange, info.main_dtype.itemsize
-        reduced, shard = exchange.stage_dtype(len(exchange.collectives)), info.layout.shard_numel
-        casts = reduced != info.main_dtype
-        scales = exchange.scale != 1 and not exchange.scales_first
-        if self.fused and exchange.collectives and exchanges_slices(exchange.collectives[-1]):
-            return 0.0  # the kernel that sums the slices does it
-        if casts and scales and not self.fused:
-            return self.moved(shard * (reduced.itemsize + main)) + self.moved(shard * 2 * main)
-        return self.moved(shard * (reduced.itemsize + main)) if casts or scales else 0.0
-
-    def summed(self, info: BucketInfo, stage: int) -> float:
-        """Return the seconds to sum the slices that a stage of a reduction has exchanged; 0.0 for other stages."""
-        exchange = info.exchange
-        if not exchanges_slices(exchange.collectives[stage]):
+        lane, main, shard = info.exchange.lane, info.main_dtype.itemsize, info.layout.shard_numel
+        after = lane.reduction[-1].after if lane.reduction else lane.unreduced
+        finishing = {place: lane[place[0]][place[1]] for place in after if lane[place[0]][place[1]].inlined}
+        for part, index in after:
+            stage = lane[part][index]
+            if self.fused and not stage.inlined and stage.cost(lane.spec(part, index)).fused is not None:
+                return 0.0  # its kernel does it
+        casts, scales = (any(isinstance(stage, kind) for stage in finishing.values()) for kind in (Cast, Scale))
+        if not (casts or scales):
             return 0.0
-        ranks, itemsize = exchange.group_sizes[stage], exchange.stage_dtype(stage).itemsize
-        part, sent = exchange.stage_numel(stage) // ranks, exchange.stage_bytes(stage)
-        whole, format = part * ranks, format_of(exchange.collectives[stage])
-        if self.fused:
-            kernels = math.ceil(ranks / wire.SLICES_AT_ONCE)
-            added = self.moved(sent + part * 4 * (2 * kernels - 1)) + (kernels - 1) * self.hardware.kernel_seconds
-            # For a format, values are read twice: for the scales, and to be rounded.
-            reads = whole * itemsize * (2 if format else 1)
-            return added + (self.moved(reads + sent) if exchange.is_copied(stage) else 0.0)
-        if format:  # rounded in several operators before; decoded, scaled and added one after the other
-            rounded = self.moved(whole * (itemsize + 8)) + 2 * self.moved(whole * 8)
-            return rounded + ranks * (self.moved(part * 5) + self.moved(part * 8) + self.moved(part * 12))
-        added = self.moved(part * (itemsize + 4)) + (ranks - 1) * self.moved(part * (itemsize + 8))
-        return added + (self.moved(2 * whole * itemsize) if exchange.is_copied(stage) else 0)
+        itemsize = lane.spec(*next(iter(finishing))).dtype.itemsize
+        if casts and scales and not self.fused:
+            return self.moved(shard * (itemsize + main)) + self.moved(shard * 2 * main)
+        return self.moved(shard * (itemsize + main))
 
     # -- computation --------------------------------------------------------------------------------------------------
 

@@ -507,6 +507,11 @@ def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = 
     # A resident already has the dtype that is sent. Computation waits for a fetch, which the cast reads.
     cast = 0.0 if info.has_resident else costs.fetch(info) + costs.cast(info)
     after = costs.dequantize(info)
+    lane = info.exchange.lane
+    if lane.gather is not None and "use" not in lane.plain_parts:
+        places = lane.places("use")
+        cast += costs.local(info, places[: lane.gather])
+        after += costs.local(info, places[lane.gather + 1 :])
     return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group, after)
 
 
@@ -518,8 +523,11 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
     """
     moved = 2 * info.layout.numel * info.exchange.comm_dtype.itemsize
     before = costs.moved(moved) if copied and stage == 0 else 0.0
-    seconds, after = costs.reduction(info, stage), costs.summed(info, stage)
-    return Collective("reduce", bucket, stage, before, seconds, info.exchange.groups[stage], after)
+    flight = info.exchange.lane.reduction[stage]
+    before += costs.local(info, flight.before)
+    seconds, after = costs.reduction(info, stage), costs.local(info, flight.after)
+    group = flight.stage.group.name if flight.stage.group is not None else ""
+    return Collective("reduce", bucket, stage, before, seconds, group, after)
 
 
 _CATEGORIES = dict.fromkeys(

@@ -480,7 +480,7 @@ class _Clock:
                 self.await_(stage, unit, running.pop(collective))
                 info = buckets[collective.bucket]
                 self.work(stage, unit or info.unit, collective.after)
-                is_last = collective.what == "reduce" and collective.stage == len(info.exchange.groups) - 1
+                is_last = collective.what == "reduce" and collective.stage == len(info.exchange.lane.reduction) - 1
                 if is_last and info.exchange.offload:
                     self.arrived[collective.bucket] = self.copy(True, self.costs.host_copy(info.shard_bytes))
             elif isinstance(event, Compute):

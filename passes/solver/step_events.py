@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
-from mfsdp_compile.runtime.geometry.exchange import exchanges_slices
 from mfsdp_compile.runtime.schedule.decisions import (
     Behind,
     Decisions,
@@ -74,7 +73,7 @@ class StepOutlines:
         }
         self._stages = {
             (number, copied): [
-                reduction_of(info, number, stage, costs, copied) for stage in range(len(info.exchange.groups))
+                reduction_of(info, number, stage, costs, copied) for stage in range(len(info.exchange.lane.reduction))
             ]
             for number, info in enumerate(buckets)
             if info.trainable
@@ -337,18 +336,17 @@ class StepOutlines:
         for i, (g, how) in enumerate(zip(gradients, hows, strict=True)):
             info = context.buckets[g.bucket]
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
-            held = info.layout.numel * info.exchange.comm_dtype.itemsize
+            lane, held = info.exchange.lane, info.layout.numel * info.exchange.comm_dtype.itemsize
             fresh = info.fresh_gradient_bytes
             place = starts[i]
-            if info.exchange.may_wait(0):
+            if lane.waits_whole:
                 place += self._waiting(info, begins, ends)
                 if not ends:
                     continue
             for stage, collective in enumerate(stages):
-                kind, size = info.exchange.collectives[stage], info.exchange.group_sizes[stage]
-                result = {"reduce_scatter": held // size, "all_gather": held * size}.get(kind, held)
-                result = info.exchange.stage_bytes(stage) if exchanges_slices(kind) else result
-                copied = info.exchange.stage_bytes(stage) if info.exchange.is_copied(stage) else 0
+                flight = lane.reduction[stage]
+                copied = lane.spec(flight.part, flight.index).bytes if flight.before else 0
+                result = lane.flight_spec(flight.part, flight.index).bytes
                 place += [Allocate(Category.GRADIENTS, result + copied), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
@@ -358,10 +356,10 @@ class StepOutlines:
                 else:
                     place = ahead[following] if how.packed and following > i else behind[following]
                 place += [Wait(collective), Free(Category.GRADIENTS, copied)]
-                if exchanges_slices(kind):  # then the slices are summed
-                    summed_in = info.exchange.stage_dtype(stage + 1)
-                    slices, result = result, info.exchange.stage_numel(stage) // size * summed_in.itemsize
-                    place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, slices)]
+                for part, index in flight.after:  # such as sums of slices
+                    if not lane[part][index].inlined:
+                        flown, result = result, lane.spec(part, index + 1).bytes
+                        place += [Allocate(Category.GRADIENTS, result), Free(Category.GRADIENTS, flown)]
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result
@@ -374,7 +372,7 @@ class StepOutlines:
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:
                 place += [Free(Category.GRADIENTS, held), final]
-            if not begins and not info.exchange.may_wait(0):  # added to the existing gradient
+            if not begins and not lane.waits_whole:  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
             if steps and not info.exchange.offload:
                 place += [StepBucket(g.bucket), Free(Category.GRADIENTS, final.bytes)]

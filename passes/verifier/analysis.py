@@ -21,7 +21,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
-from ..roles import GATHERS, REDUCES
 
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -68,10 +67,10 @@ class CollectiveNode:
 
     @property
     def before(self) -> list[fx.Node]:
-        """Casts and fetches between a shard and its gather, the last one first."""
+        """Casts, fetches and local stages between a shard and its gather, the last one first."""
         found: list[fx.Node] = []
         node = self.input
-        while node is not None and node.op == "call_function" and node.target in (*roles.CASTS, roles.FETCH):
+        while node is not None and node.op == "call_function" and _is_in_front(node):
             found.append(node)
             node = node.all_input_nodes[0]
         return found
@@ -79,7 +78,7 @@ class CollectiveNode:
     @property
     def casts(self) -> list[fx.Node]:
         """Casts between a shard and its gather, the last one first."""
-        return [node for node in self.before if node.target is not roles.FETCH]
+        return [node for node in self.before if node.target in roles.CASTS]
 
     @property
     def source(self) -> fx.Node:
@@ -310,20 +309,24 @@ class Analysis:
 
     def _launches(self) -> Iterator[CollectiveNode]:
         for node in self.graph.nodes:
-            if node.op != "call_function" or (node.target not in GATHERS and node.target not in REDUCES):
+            if node.op != "call_function" or not (roles.starts_gather(node) or roles.starts_reduction(node)):
                 continue
             bucket = _bucket_of(node)
             if bucket is None or bucket >= len(self.context.buckets):
                 continue
             waits = tuple(user for user in node.users if user.target in roles.WAITS and user.args[0] is node)
             readers = tuple(user for user in node.users if user not in waits)
-            gathers = node.target in GATHERS and not roles.has_kind(node, NodeKind.START_REDUCE)
+            gathers = roles.starts_gather(node) and not roles.has_kind(node, NodeKind.START_REDUCE)
             yield CollectiveNode(node, bucket, gathers, waits, readers)
 
     def _wholes(self) -> Iterator[Whole]:
         for node in self.graph.nodes:
             role = role_of(node)
             launch = self._launch_of.get(node.args[0]) if node.target in roles.WAITS else None  # type: ignore[arg-type]
+            if role is not None and role.kind is NodeKind.LANDED:
+                continue
+            if roles.is_local_stage(node):
+                launch = self._landed_from(node)
             if node.op == "placeholder":
                 is_scales = role is not None and role.kind is NodeKind.SCALES
                 if role is not None and not is_scales and any(roles.reads_whole(user) for user in node.users):
@@ -332,6 +335,12 @@ class Analysis:
                 yield self._whole(role.bucket, node, launch)
             elif launch is not None and launch.gathers:
                 yield self._whole(launch.bucket, node, launch)
+
+    def _landed_from(self, node: fx.Node) -> CollectiveNode | None:
+        """Return the gather behind whose wait a local stage stands; None if it stands behind none."""
+        while roles.is_local_stage(node):
+            node = node.all_input_nodes[0]
+        return self._launch_of.get(node.args[0]) if node.target in roles.WAITS else None  # type: ignore[arg-type]
 
     def _whole(self, bucket: int, root: fx.Node, launch: CollectiveNode | None) -> Whole:
         aliases: dict[fx.Node, None] = {} if root.op == "placeholder" else {root: None}
@@ -386,7 +395,7 @@ class Analysis:
         """Yield the gradients that a graph packs for the eager path to reduce."""
         for pack in self.packed:
             role = role_of(pack)
-            if role is None or self.info(role.bucket).exchange.groups:
+            if role is None or self.info(role.bucket).exchange.lane.reduction:
                 continue
             climbs = [(i, *_climb(value)) for i, value in enumerate(self.outputs) if isinstance(value, fx.Node)]
             found = [(position, passed) for position, root, passed in climbs if root is pack]
@@ -404,9 +413,10 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     while (
         node is not None
         and node.op == "call_function"
-        and node.target not in (*roles.WAITS, *GATHERS, *REDUCES)
+        and node.target not in roles.WAITS
+        and not (roles.starts_gather(node) or roles.starts_reduction(node))
         and not roles.is_packed(node)
-        and (len(node.all_input_nodes) == 1 or node.target is roles.DELIVER)
+        and (len(node.all_input_nodes) == 1 or node.target in (roles.DELIVER, roles.RUN_STAGE))
     ):
         passed.insert(0, node)
         node = node.all_input_nodes[0]
@@ -425,7 +435,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if (mark := (node.meta.get("custom") or {}).get(roles.MARK)) is not None:
         return mark
     source = node.all_input_nodes[0] if node.all_input_nodes else None
-    while source is not None and source.op == "call_function" and source.target in (*roles.CASTS, roles.FETCH, WAIT):
+    while source is not None and source.op == "call_function" and (source.target is WAIT or _is_in_front(source)):
         source = source.all_input_nodes[0]
     role = role_of(source) if source is not None else None
     return (
@@ -433,6 +443,11 @@ def _bucket_of(node: fx.Node) -> int | None:
         if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PACK, NodeKind.START_REDUCE)
         else None
     )
+
+
+def _is_in_front(node: fx.Node) -> bool:
+    """Whether a node may stand between a shard and its gather."""
+    return node.target in (*roles.CASTS, roles.FETCH) or roles.is_local_stage(node)
 
 
 def whole_operands(call: fx.Node) -> Iterator[tuple[int, Any]]:

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
-from mfsdp_compile.runtime.geometry.exchange import EXCHANGE_OF_SLICES, exchange_of
+from mfsdp_compile.runtime.lanes.lane import Lane, is_opaque
+from mfsdp_compile.runtime.lanes.stage import Call
 
 from .. import roles
 from ..context import region_of, role_of
 from .analysis import RELEASE, Analysis, CollectiveNode, Findings, StorageRange, arguments
 from .contract import Contract, is_of_portions
 
-_OPERATORS = {
-    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
-    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
-    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
-    roles.EXCHANGE_SLICES: EXCHANGE_OF_SLICES,
-}
-
 
 def one_order(found: Analysis, contract: Contract | None) -> Findings:
     """Every rank starts the same collectives on the same process groups, in the same order.
 
-    The collectives are those of each bucket's exchange, stage by stage, with its operators, groups and sizes. None is
+    The collectives are those of each bucket's lane, stage by stage, with its operators, groups and sizes. None is
     in the body of a branch. Portions are shared by fewer ranks, and gathered over those. The digest of the schedule
     checks at run time that the order is the same on all ranks.
     """
     for launch in found.gather_launches:
         info, given = found.info(launch.bucket), arguments(launch.node)
+        of_portions = is_of_portions(found, contract, launch)
+        lane = info.exchange.lane
+        if not of_portions and not info.exchange.is_quantized and lane.gather is not None:
+            yield from _gather_stages(found, launch, lane)
+            if is_opaque(lane.use[lane.gather]):
+                place = lane.key, "use", lane.gather
+                if (got_place := roles.place_of(launch.node)) != place:
+                    yield f"it is gathered by stage {got_place}, not {place}", launch.node, launch.bucket
+                continue
         right = info.exchange.gather_size, info.exchange.gather_group
-        if is_of_portions(found, contract, launch):
+        if of_portions:
             right = info.portion_size, info.portion_group
         if (got := (given.get("group_size"), given.get("group_name"))) != right:
             yield f"it is gathered over {_group(*got)}, not {_group(*right)}", launch.node, launch.bucket
@@ -42,22 +44,13 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
         if tuple(ranks) != (right := (info.portion_size, info.portion_group)):
             yield f"its portion is one of {_group(*ranks)}, not {_group(*right)}", portion.node, portion.bucket
     for reduction in found.reductions:
-        exchange = found.info(reduction.bucket).exchange
-        if len(reduction.stages) != len(exchange.groups):
-            what = f"{len(reduction.stages)} collectives reduce it, not {len(exchange.groups)}"
+        lane = found.info(reduction.bucket).exchange.lane
+        if len(reduction.stages) != len(lane.reduction):
+            what = f"{len(reduction.stages)} collectives reduce it, not {len(lane.reduction)}"
             yield what, reduction.first, reduction.bucket
-        stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
-        for i, (launch, collective, size, group) in enumerate(stages):
-            given = arguments(launch.node)
-            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
-            if operator == EXCHANGE_OF_SLICES:
-                operator = exchange_of(given.get("format", ""), given.get("pieces", 1))
-            got_size = given.get("group_size", size)  # an all-reduce has no size argument
-            got_group = given.get("group_name", given.get("group"))
-            if (operator, got_size, got_group) != (collective, size, group):
-                got_stage = f"{operator} over {_group(got_size, got_group)}"
-                what = f"stage {i + 1} is {got_stage}, not {collective} over {_group(size, group)}"
-                yield what, launch.node, reduction.bucket
+        for i, (launch, flight) in enumerate(zip(reduction.stages, lane.reduction, strict=False)):
+            if (call := started(launch.node)) != (expected := lane.operator(flight)):
+                yield f"stage {i + 1} is {_call(*call)}, not {_call(*expected)}", launch.node, reduction.bucket
     for node in found.graph.find_nodes(op="get_attr"):
         for inner in _inner_nodes(node):
             if region_of(inner.graph) is not None:
@@ -66,6 +59,49 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
             if role is not None or bucket is not None:
                 yield f"{inner} is in the body of a branch, {node}", node, role.bucket if role is not None else bucket
                 break
+
+
+def _gather_stages(found: Analysis, launch: CollectiveNode, lane: Lane) -> Findings:
+    """Check that local stages around a gather are those of the lane, in its order."""
+    wholes = [whole.node for whole in found.wholes if whole.launch is launch]
+    assert lane.gather is not None
+    for first, last, nodes in (
+        (0, lane.gather, [launch.node.all_input_nodes[0]] if launch.node.all_input_nodes else []),
+        (lane.gather + 1, len(lane.use), wholes),
+    ):
+        right = [lane.local_call("use", i) for i in range(first, last) if not lane.use[i].inlined]
+        for node in nodes:
+            got: list[Call] = []
+            while node.op == "call_function" and node.target not in roles.WAITS and node.all_input_nodes:
+                if roles.is_local_stage(node):
+                    got.insert(0, run(node))
+                node = node.all_input_nodes[0]
+            if got != right:
+                side = "behind" if first else "in front of"
+                yield f"the stages {texts(got)} run {side} its gather, not {texts(right)}", launch.node, launch.bucket
+    place = (lane.key, "use", lane.gather) if is_opaque(lane.use[lane.gather]) else None
+    for wait in launch.waits:
+        if (got_place := roles.place_of(wait)) != place:
+            yield f"its gather is awaited as {got_place}, not {place}", wait, launch.bucket
+
+
+def run(node: fx.Node) -> Call:
+    """Return the operator with which a node runs a local stage, and its arguments."""
+    return node.target, tuple(node.args[2 if node.target is roles.RUN_STAGE else 1 :])
+
+
+def texts(calls: Sequence[Call]) -> str:
+    return ", ".join(f"{operator._opname}{arguments}" for operator, arguments in calls) or "(none)"
+
+
+def started(node: fx.Node) -> Call:
+    """Return the operator with which a node starts a stage, and its arguments behind the tensor and the token."""
+    with_token = node.target in (roles.START_STAGE, roles.REDUCE_IF_DUE)
+    return node.target, tuple(node.args[2 if with_token else 1 :])
+
+
+def _call(operator: Any, arguments: tuple[Any, ...]) -> str:
+    return f"{str(operator).removesuffix('.default')}({', '.join(map(repr, arguments))})"
 
 
 def _group(size: Any, name: Any) -> str:

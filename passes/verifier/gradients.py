@@ -9,13 +9,14 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.geometry.exchange import When, exchanges_slices
+from mfsdp_compile.runtime.lanes.lane import Lane, is_opaque
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
 from ..deliver import bucket_at_rest, readers_at_rest
-from .analysis import Analysis, Findings, ReductionFlow, arguments, tensor_of
+from .analysis import Analysis, Findings, ReductionFlow, tensor_of
+from .collectives import run, texts
 from .contract import Contract, Gradient, gradients_of, packed
 
 _aten = torch.ops.aten
@@ -112,31 +113,19 @@ def reduced_complete(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
-    """Each bucket is summed over all its ranks and microbatches, and scaled once by the factor of its exchange.
+    """Each bucket is summed over all its ranks and microbatches, and scaled once by the factor of its lane.
 
-    Stages use the exchange's operation. If the exchange says so, they run only in the last microbatch, with the
-    accumulated sum of this bucket. Gradients in float16 are scaled before they are summed in it. Slices that ranks
-    exchange are summed when they are awaited.
+    Stages that are deferred run only in the last microbatch, with the accumulated sum of this bucket. Gradients in
+    float16 are scaled before they are summed in it. Local stages and waits are those of the bucket's lane.
     """
     for reduction in found.reductions:
-        bucket, exchange = reduction.bucket, found.info(reduction.bucket).exchange
-        for i, launch in enumerate(reduction.stages[: len(exchange.groups)]):
-            given, inspected = arguments(launch.node), exchange.inspected and i == 0
-            sums = exchange.collectives[i] in ("reduce_scatter", "all_reduce")
-            if given.get("reduce_op", None if sums else exchange.reduce_op) != exchange.reduce_op:
-                yield f"stage {i + 1} is a {given.get('reduce_op')}, not a {exchange.reduce_op}", launch.node, bucket
-            got = given.get("when", When.ALWAYS.value), given.get("inspected", False)
-            if got != (exchange.when[i], inspected):
-                what = f"stage {i + 1} runs {got[0]!r}, inspected: {got[1]}, not {exchange.when[i]!r}, {inspected}"
-                yield what, launch.node, bucket
-            for wait in launch.waits:
-                summed = tuple(wait.args[1:]) if wait.target is roles.WAIT_SUMMED else ()
-                right = exchange.sum_arguments(i) if exchanges_slices(exchange.collectives[i]) else ()
-                if summed != right:
-                    yield f"stage {i + 1} is awaited by {wait}, which sums {_slices(*summed)}", wait, bucket
-            role = role_of(given["token"]) if "token" in given else None
+        bucket, lane = reduction.bucket, found.info(reduction.bucket).exchange.lane
+        for launch in reduction.stages:
+            token = roles.token_of(launch.node)
+            role = role_of(token) if token is not None else None
             if role is not None and role.bucket != bucket:
                 yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket
+        yield from _local_stages(found, reduction, lane)
         for _, after in reduction.returned:
             yield from _factors(found, reduction, after)
         names = {gradient.name for gradient in _expected(contract, bucket).values()}
@@ -151,8 +140,32 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
                 yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
 
 
-def _slices(number: int = 0, format: str = "", numel: int = 0) -> str:
-    return f"{number or 'no'} slices" + (f" of {numel} elements in {format}" if format else "")
+def _local_stages(found: Analysis, reduction: ReductionFlow, lane: Lane) -> Findings:
+    """Check that local stages of plug-ins, and waits, are those of the lane, in its order."""
+    ways = [reduction.before[0], *reduction.before[1:]] if reduction.stages else []
+    for _, after in reduction.returned or ([(0, ())] if reduction.stages else []):
+        for number, passed in enumerate([*ways, after]):
+            before = lane.reduction[number].ungated if number < len(lane.reduction) else ()
+            behind = lane.reduction[number - 1].after if 0 < number <= len(lane.reduction) else ()
+            right = [lane.local_call(*place) for place in (*behind, *before) if not lane[place[0]][place[1]].inlined]
+            got = [run(node) for node in passed if roles.is_local_stage(node)]
+            if got != right:
+                node = next((node for node in passed if roles.is_local_stage(node)), reduction.last)
+                what = f"the stages {texts(got)} run {_where(number)}, not {texts(right)}"
+                yield what, node, reduction.bucket
+    for launch, flight in zip(reduction.stages, lane.reduction, strict=False):
+        for wait in launch.waits:
+            place = (lane.key, flight.part, flight.index) if is_opaque(flight.stage) else None
+            if (got_place := roles.place_of(wait)) != place:
+                yield (
+                    f"stage {flight.index} of {flight.part!r} is awaited as {got_place}, not {place}",
+                    wait,
+                    reduction.bucket,
+                )
+
+
+def _where(number: int) -> str:
+    return f"behind collective {number}" if number else "in front of the first collective"
 
 
 def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
@@ -184,9 +197,9 @@ def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:
-    exchange = found.info(reduction.bucket).exchange
+    lane = found.info(reduction.bucket).exchange.lane
     inside = reduction.pack is not None and reduction.pack.target is operator.getitem  # a region has scaled it
-    first = total = exchange.scale if inside and exchange.scales_first else 1.0
+    first = total = lane.packed_scale if inside else 1.0
     for node in (*reduction.before[0], None, *(n for nodes in reduction.before[1:] for n in nodes), *after):
         factor = _factor(node) if node is not None else 1.0
         if node is None:
@@ -195,16 +208,20 @@ def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ..
             yield f"{node} changes the gradient", node, reduction.bucket
         else:
             total *= factor
-    if not math.isclose(total, exchange.scale, rel_tol=1e-6):
-        yield f"the gradient is scaled by {total}, not {exchange.scale}", reduction.last, reduction.bucket
-    elif exchange.scales_first and not math.isclose(first, exchange.scale, rel_tol=1e-6):
-        what = f"{exchange.comm_dtype} is summed before it is scaled, and may overflow"
+    if not math.isclose(total, lane.scale, rel_tol=1e-6):
+        yield f"the gradient is scaled by {total}, not {lane.scale}", reduction.last, reduction.bucket
+    elif lane.pack and not math.isclose(first, lane.packed_scale, rel_tol=1e-6):
+        what = f"{lane.packed.dtype} is summed before it is scaled, and may overflow"
         yield what, reduction.first, reduction.bucket
 
 
 def _factor(node: fx.Node) -> float | None:
     """Return the factor by which a single-input operator scales its input; None if it does something else."""
-    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD, roles.DELIVER):
+    if (
+        roles.is_view(node)
+        or roles.is_local_stage(node)
+        or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD, roles.DELIVER)
+    ):
         return 1.0
     if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:
         number = next((value for value in node.args if isinstance(value, (int, float))), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..formats import quantize, wire
-from ..geometry.exchange import exchange_of, exchanges_slices, format_of
+from ..formats import quantize
+from ..lanes.lane import lane_at
+from ..lanes.stage import Spec
 from .library import library
 
 
@@ -79,33 +79,20 @@ def _deliver(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor
 
 
 @torch.library.register_fake("mfsdp::exchange_slices", lib=library)
-def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
-    return new_result(gradient, exchange_of(format, pieces), group_size)
+def _exchange_slices(slices: Tensor, group_size: int, group: str) -> Tensor:
+    return torch.empty_like(slices)
 
 
-@torch.library.register_fake("mfsdp::encode_slices", lib=library)
-def _encode_slices(gradient: Tensor, group_size: int, format: str, pieces: int = 1) -> Tensor:
-    return new_result(gradient, exchange_of(format, pieces), group_size)
+@torch.library.register_fake("mfsdp::run_stage", lib=library)
+@torch.library.register_fake("mfsdp::wait_stage", lib=library)
+def _landed(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    return like(x, lane_at(lane).spec(part, index + 1))
 
 
-@torch.library.register_fake("mfsdp::wait_summed", lib=library)
-@torch.library.register_fake("mfsdp::sum_slices", lib=library)
-def _sum_slices(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
-    return slices.new_empty(numel, dtype=torch.float32 if format else wire.sum_dtype(slices.dtype))
-
-
+@torch.library.register_fake("mfsdp::start_stage", lib=library)
 @torch.library.register_fake("mfsdp::reduce_if_due", lib=library)
-def _reduce_if_due(
-    gradient: Tensor,
-    token: Tensor,
-    collective: str,
-    when: str,
-    reduce_op: str,
-    group_size: int,
-    group: str,
-    inspected: bool,
-) -> Tensor:
-    return new_result(gradient, collective, group_size)
+def _flying(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    return like(x, lane_at(lane).flight_spec(part, index))
 
 
 @torch.library.register_fake("mfsdp::pack_into", lib=library)
@@ -127,13 +114,6 @@ def _pack_gradients(
     return gradients[0].new_empty(numel, dtype=dtype)
 
 
-def new_result(gradient: Tensor, collective: str, group_size: int) -> Tensor:
-    """Return a tensor like what a collective returns."""
-    numel = gradient.numel()
-    if collective == "reduce_scatter":
-        return gradient.new_empty(numel // group_size)
-    if format := format_of(collective):
-        return gradient.new_empty(wire.sent_numel(numel, group_size, format), dtype=wire.FORMATS[format].sent_dtype)
-    if exchanges_slices(collective):
-        return gradient.new_empty(math.ceil(numel / group_size) * group_size)
-    return gradient.new_empty(numel * (group_size if collective == "all_gather" else 1))
+def like(x: Tensor, spec: Spec) -> Tensor:
+    """Return a new tensor on the device of another one."""
+    return x.new_empty(spec.numel, dtype=spec.dtype)

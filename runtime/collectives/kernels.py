@@ -9,17 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from ..formats import quantize, wire
-from ..geometry.exchange import Buffers, When, split_sizes
+from ..formats import quantize
+from ..geometry.exchange import Buffers, split_sizes
+from ..lanes.lane import lane_at
 from ..memory import host
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
 from ..memory.gradients import defer_unless_due
 from ..ranks import profiling
 from ..step import graph_runs
-from .fakes import new_result
+from .fakes import like
 from .library import library
-from .reduce import start_by_name
+from .stages import run_stage, start_flight, start_stage, wait_stage
 
 
 @torch.library.impl(library, "wait_quantized", "CompositeExplicitAutograd")
@@ -100,51 +101,48 @@ def _deliver(gradient: Tensor, at_rest: Sequence[Tensor], bucket: int) -> Tensor
 
 
 @torch.library.impl(library, "exchange_slices", "CompositeExplicitAutograd")
-def _exchange_slices(gradient: Tensor, group_size: int, group: str, format: str = "", pieces: int = 1) -> Tensor:
-    if format:
-        sent = _encode_slices(gradient, group_size, format, pieces)
-    else:
-        sent = wire.slices_of(gradient, group_size, pieces).view(-1)
-    slices = [sent.numel() // group_size] * group_size
+def _exchange_slices(slices: Tensor, group_size: int, group: str) -> Tensor:
+    sizes = [slices.numel() // group_size] * group_size
     with profiling.exchanging_slices():
-        return compat.all_to_all(sent, slices, slices, group)
+        return compat.all_to_all(slices, sizes, sizes, group)
 
 
-@torch.library.impl(library, "wait_summed", "CompositeExplicitAutograd")
-def _wait_summed(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
-    return _sum_slices(compat.wait_tensor(slices), group_size, format, numel)
+@torch.library.impl(library, "run_stage", "CompositeExplicitAutograd")
+def _run_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    way = lane_at(lane)
+    if _is_skipped(token, part):
+        return like(x, way.spec(part, index + 1)).zero_()
+    return run_stage(way, part, index, x, token)
 
 
-@torch.library.impl(library, "encode_slices", "CompositeExplicitAutograd")
-def _encode_slices(gradient: Tensor, group_size: int, format: str, pieces: int = 1) -> Tensor:
-    return wire.encode_each(gradient, group_size, format, pieces)
+@torch.library.impl(library, "start_stage", "CompositeExplicitAutograd")
+def _start_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    return start_stage(lane_at(lane), part, index, x, token)
 
 
-@torch.library.impl(library, "sum_slices", "CompositeExplicitAutograd")
-def _sum_slices(slices: Tensor, group_size: int, format: str, numel: int) -> Tensor:
-    return wire.sum_each(slices, group_size, numel, format)
+@torch.library.impl(library, "wait_stage", "CompositeExplicitAutograd")
+def _wait_stage(flying: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    way = lane_at(lane)
+    if _is_skipped(token, part):
+        return like(flying, way.spec(part, index + 1)).zero_()
+    return wait_stage(way, part, index, flying, token)
+
+
+def _is_skipped(token: Tensor | None, part: str) -> bool:
+    return part == "due" and token is not None and bucket_of(token).gradient_waits
 
 
 @torch.library.impl(library, "reduce_if_due", "CompositeExplicitAutograd")
-def _reduce_if_due(
-    gradient: Tensor,
-    token: Tensor,
-    collective: str,
-    when: str,
-    reduce_op: str,
-    group_size: int,
-    group: str,
-    inspected: bool,
-) -> Tensor:
+def _reduce_if_due(gradient: Tensor, token: Tensor, lane: str, part: str, index: int) -> Tensor:
+    way, bucket = lane_at(lane), bucket_of(token)
+    flight = next(flight for flight in way.reduction if (flight.part, flight.index) == (part, index))
     to_reduce: Tensor | None = gradient
-    if inspected:
-        bucket_of(token).inspect(gradient)
-    if when == When.IF_DUE.value:
+    if way.inspected and flight is way.reduction[0]:
+        bucket.inspect(gradient)
+    if flight.decides:
         to_reduce = defer_unless_due(token, gradient)
-    elif when == When.FOLLOWS.value and bucket_of(token).gradient_waits:
+    elif _is_skipped(token, part):
         to_reduce = None
     if to_reduce is None:
-        return new_result(gradient, collective, group_size).zero_()
-    if group_size == 1:
-        return to_reduce.clone()
-    return start_by_name(to_reduce, collective, reduce_op, group_size, group)
+        return like(gradient, way.flight_spec(part, index)).zero_()
+    return start_flight(way, flight, to_reduce, token)

@@ -51,20 +51,16 @@
 ``pack_into(memory, gradients, offsets, gaps)``
     Gradients at their offsets in memory that there is, and zeros in the gaps: those between the gradients, or from each
     even element of ``gaps`` to the next. It returns the memory.
-``reduce_if_due(gradient, token, ...)``
-    A collective that is skipped while gradients are accumulated over microbatches; see
-    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a
-    collective.
-``exchange_slices(gradient, group_size, group, format, pieces)``
-    An all-to-all in which every rank sends to each other its slice of a packed gradient, padded to equal slices. With a
-    ``format``, as bytes of :mod:`~mfsdp_compile.runtime.formats.wire`. A slice consists of ``pieces``, at equal
-    distances. It must be awaited by ``wait_summed``.
-``wait_summed(slices, group_size, format, numel)``
-    Waits for the slices, of ``numel`` elements each, and sums them in float32, in the order of ranks. One operator for
-    both, as ``wait_quantized``. Inductor gets a lowering that decodes and adds them in one kernel with what follows.
-``encode_slices(gradient, group_size, format, pieces)``, ``sum_slices(slices, group_size, format, numel)``
-    The computation in the two above: what is sent in a ``format``, and the sum of what was received. They wait for
-    nothing. Only graphs that are cut into pieces have them (:mod:`mfsdp_compile.backend.slices`).
+``reduce_if_due(gradient, token, lane, part, index)``
+    Starts a stage of a reduction. It is skipped while gradients are accumulated over microbatches; see
+    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. The first such stage accumulates them, and runs the local
+    stages in front of it. It must be awaited like any other. Inductor treats it as a collective.
+``run_stage``, ``start_stage`` and ``wait_stage(x, token, lane, part, index)``
+    A stage that graphs know only by its place; see :mod:`mfsdp_compile.runtime.lanes.stage`. With a token if the stage
+    keeps state, or may be skipped: then it returns zeros.
+``exchange_slices(slices, group_size, group)``
+    An all-to-all in which every rank sends to each other its slice of a gradient. It must be awaited like any other
+    collective. Torch's own may be the model's.
 ``deliver(gradient, at_rest, bucket)``
     Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
     instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
@@ -91,15 +87,15 @@ library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scalin
 library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
-    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str lane, "
+    "int[] buffers, str scaling, "
     "str form, str offload, bool pins, bool keeps_copy) -> Tensor[]"
 )
 library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
-    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str lane, "
+    "int[] buffers, str scaling, "
     "str form, str offload, bool pins, bool keeps_copy) -> (Tensor, Tensor)"
 )
 library.define(
@@ -122,14 +118,11 @@ library.define(
 )
 library.define("pack_into(Tensor memory, Tensor[] gradients, int[] offsets, int[]? gaps=None) -> Tensor")
 library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
-library.define(
-    "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
-    "bool inspected) -> Tensor"
-)
-library.define("exchange_slices(Tensor gradient, int group_size, str group, str format='', int pieces=1) -> Tensor")
-library.define("wait_summed(Tensor slices, int group_size, str format, int numel) -> Tensor")
-library.define("encode_slices(Tensor gradient, int group_size, str format, int pieces=1) -> Tensor")
-library.define("sum_slices(Tensor slices, int group_size, str format, int numel) -> Tensor")
+library.define("reduce_if_due(Tensor gradient, Tensor token, str lane, str part, int index) -> Tensor")
+library.define("run_stage(Tensor x, Tensor? token, str lane, str part, int index) -> Tensor")
+library.define("start_stage(Tensor x, Tensor? token, str lane, str part, int index) -> Tensor")
+library.define("wait_stage(Tensor flying, Tensor? token, str lane, str part, int index) -> Tensor")
+library.define("exchange_slices(Tensor slices, int group_size, str group) -> Tensor")
 library.define("deliver(Tensor gradient, Tensor(a!)[] at_rest, int bucket) -> Tensor")
 library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)

@@ -18,7 +18,7 @@ from ..geometry.exchange import Exchange, split_sizes
 from . import fakes as fakes
 from . import kernels as kernels
 from .library import library
-from .reduce import await_stage, pack, start_stage
+from .pack import pack
 
 
 @torch.library.impl(library, "unshard", "CompositeImplicitAutograd")
@@ -58,10 +58,10 @@ class _GatherFunction(torch.autograd.Function):
         ctx: Any, shard: Tensor, token: Tensor | None, exchange: Exchange, *beside: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # no zeros for unused parameters: packing fills their slots
-        ctx.exchange, ctx.main_dtype = exchange, shard.dtype
+        ctx.exchange = exchange
         if token is not None:
             ctx.save_for_backward(token)
-        full = _whole(exchange, shard, *beside)
+        full = _whole(exchange, shard, token, *beside)
         places = zip(exchange.shapes, exchange.offsets, strict=True)
         parts = [full.narrow(0, offset, math.prod(shape)).view(shape) for shape, offset in places]
         if not exchange.stays_quantized:
@@ -76,7 +76,7 @@ class _GatherFunction(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
         of_parameters = gradients[: len(exchange.ndims)]  # data have none
-        return _reduced(pack(of_parameters, exchange), exchange, token, ctx.main_dtype), *(None,) * 5
+        return _reduced(pack(of_parameters, exchange), exchange, token), *(None,) * 5
 
 
 class _GatherWholeFunction(torch.autograd.Function):
@@ -85,10 +85,10 @@ class _GatherWholeFunction(torch.autograd.Function):
         ctx: Any, shard: Tensor, token: Tensor | None, exchange: Exchange, *beside: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.exchange, ctx.main_dtype = exchange, shard.dtype
+        ctx.exchange = exchange
         if token is not None:
             ctx.save_for_backward(token)
-        whole = _whole(exchange, shard, *beside)
+        whole = _whole(exchange, shard, token, *beside)
         if whole is shard:  # an input that is returned would lose its place in autograd's graph
             whole = shard.view_as(shard)
         ctx.mark_non_differentiable(whole)
@@ -99,7 +99,7 @@ class _GatherWholeFunction(torch.autograd.Function):
         if packed is None:
             return (None,) * 6
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return _reduced(packed, ctx.exchange, token, ctx.main_dtype), *(None,) * 5
+        return _reduced(packed, ctx.exchange, token), *(None,) * 5
 
 
 def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
@@ -111,6 +111,7 @@ def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
 def _whole(
     exchange: Exchange,
     shard: Tensor,
+    token: Tensor | None,
     resident: Tensor | None,
     sent: Tensor | None,
     scales: Tensor | None,
@@ -127,18 +128,12 @@ def _whole(
         full = sent
     else:
         full = torch.ops.mfsdp.fetch(shard, exchange.offload) if exchange.offload else shard
-    full = full.to(exchange.held_dtype)
-    if exchange.gather_group:
-        full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
-    return full
+    return exchange.lane.travel("use", full, token)
 
 
-def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Reduce a packed gradient, stage by stage. Return the gradient of the shard."""
-    reduced = packed
-    for stage in range(len(exchange.groups)):
-        reduced = await_stage(start_stage(reduced, stage, exchange, token), stage, exchange)
-    gradient = exchange.cast_and_scale(reduced, dtype)
+def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None) -> Tensor:
+    """Reduce a packed gradient. Return the gradient of the shard."""
+    gradient = exchange.lane.reduced(packed, token)
     return torch.ops.mfsdp.offload(gradient, exchange.pins) if exchange.offload else gradient
 
 

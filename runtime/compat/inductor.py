@@ -21,6 +21,7 @@ __all__ = [
     "compile_kernel",
     "compile_with_inductor",
     "graph_pass",
+    "inductor_called",
     "inductor_collective",
     "inductor_config_patches",
     "inductor_in_chunks",
@@ -411,11 +412,16 @@ def inductor_wait(collective: Any) -> Any:
     return lowering.lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
 
 
-def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
-    """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
+def inductor_called(operator: Any, *args: Any) -> Any:
+    """Lower ``operator`` as a call of its kernel."""
     from torch._inductor import ir
 
-    return ir.TensorBox.create(ir.FallbackKernel.create(operator, inductor_wait(collective), *args))
+    return ir.TensorBox.create(ir.FallbackKernel.create(operator, *args))
+
+
+def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
+    """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
+    return inductor_called(operator, inductor_wait(collective), *args)
 
 
 def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:

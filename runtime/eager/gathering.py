@@ -258,9 +258,12 @@ class Gathering:
             if capacity:
                 enter_pool(self.step.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
-            if not bucket.exchange.gather_group:  # one rank
-                return shard.to(bucket.exchange.sent_dtype, copy=True)
-            return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
+            if bucket.exchange.is_quantized:
+                return compat.all_gather(shard, group.size, group.name)
+            if bucket.lane.gather is None:  # one rank
+                alone = bucket.lane.travel("use", shard, bucket.token)
+                return alone.clone() if alone is shard else alone
+            return bucket.lane.start_gather(shard, bucket.token)
 
     def gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> Gathered:
         """Return a gathered bucket. Start the gathers of its unit if nobody has, and wait."""
@@ -296,7 +299,7 @@ class Gathering:
             self.start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
             state = self.gathered[bucket]
         if state.started is not None:
-            state.full, state.started = self.step.wait(state.started), None
+            state.full, state.started = self._landed(state, bucket), None
             if sends_planes:
                 self._arrange(bucket, state, planes)
             if bucket.exchange.dequantizes and not state.is_from_portions:
@@ -306,6 +309,8 @@ class Gathering:
             state.full = state.sent.packed
         else:
             state.full = bucket.sent().to(bucket.plan.held_dtype)
+            with compat.below_autograd():
+                state.full = bucket.lane.travel("use", state.full, bucket.token)
         if bucket.extension is not None:
             assert state.sent is not None
             with torch.no_grad():
@@ -329,6 +334,13 @@ class Gathering:
                 if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self.release_checked(other)
         return state
+
+    def _landed(self, state: Gathered, bucket: Bucket) -> Tensor:
+        """Wait for a gather."""
+        assert state.started is not None
+        if bucket.lane.gather is None or bucket.exchange.is_quantized or state.sent or state.is_from_portions:
+            return self.step.wait(state.started)
+        return self.step.wait(state.started, bucket.lane.land_gather, bucket.token)
 
     def _arrange(self, bucket: Bucket, state: Gathered, planes: Planes) -> None:
         """Arrange a gathered plane as modules take it, and the other beside it if both are asked for."""
@@ -488,7 +500,7 @@ class Gathering:
         if state is None:
             return
         if state.started is not None:  # prefetched and not used: every collective must be awaited
-            compat.wait_tensor(state.started)
+            self._landed(state, bucket)
         if state.full is None:
             return
         if self.learns_hooks and not self.hooks_everywhere and state.is_used:
@@ -515,7 +527,7 @@ class Gathering:
         group = bucket.topology.gather_group
         if state.full is None or group is None or not self.checks_content:
             return
-        if bucket.extension is not None:  # its class may send anything
+        if bucket.extension is not None or "use" not in bucket.lane.plain_parts:  # they may send anything
             return
         if state.full.device.type != "cpu" and (bucket in self._content_checked or self.step.is_capturing):
             return

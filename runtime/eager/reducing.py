@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..collectives.reduce import await_stage, pack, start_collective, start_stage
-from ..geometry.exchange import Exchange, When
+from ..collectives.pack import pack
+from ..collectives.stages import land_flight, run_places, start_flight
 from ..memory import gradients, host
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
@@ -101,7 +101,7 @@ class Reducing:
         self._started += 1
         if schedule.behind:
             self._take_in_due(2 * self._started - 1)
-        if bucket.exchange.groups:
+        if bucket.lane.reduction:
             size, most = bucket.plan.gathered_bytes, schedule.largest_in_flight
             while self.running and size + sum(each.bucket.plan.gathered_bytes for each in self.running) > most:
                 self._take_in(self.running[0])
@@ -126,18 +126,21 @@ class Reducing:
         """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
         self._step.owner.grad_sync.enter_backward()
         self._gathering.release_bucket(bucket)
+        lane = bucket.lane
+        if lane.reduction:
+            packed = run_places(lane, lane.reduction[0].ungated, packed, bucket.token)
         reduced = self._reduce_stages(bucket, 0, packed, "for torch.autograd.grad")
         mine = [int(index in used) for index in range(len(bucket.params))]
         (levels,) = self._step.owner.grad_sync.used_anywhere([bucket], [mine])
         return gradients.select(requested, bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
-        will_run = bucket.exchange.when[stage] == When.ALWAYS.value or bucket.owner.grad_sync.is_due()
-        group = bucket.stages[stage].group if will_run else None
+        flight = bucket.lane.reduction[stage]
+        will_run = not flight.may_wait or bucket.owner.grad_sync.is_due()
+        group = flight.stage.group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
-        token = bucket.pending.token if bucket.pending is not None else None
         with compat.below_autograd():
-            started = start_stage(gradient, stage, bucket.exchange, token)
+            started = bucket.lane.start(stage, gradient, bucket.token)
         self.running.append(_RunningReduction(bucket, stage, started, used, self._due(bucket)))
 
     def _due(self, bucket: Bucket) -> int | None:
@@ -155,23 +158,30 @@ class Reducing:
     def _take_in(self, reduction: _RunningReduction) -> None:
         """Wait for a running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         self.running.remove(reduction)
-        bucket, stages = reduction.bucket, len(reduction.bucket.exchange.groups)
+        bucket, stages = reduction.bucket, len(reduction.bucket.lane.reduction)
         if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
             gradients.accumulate(bucket, reduction.result, reduction.used)
             self._step.owner.grad_sync.touched(bucket)
             return
         following = reduction.stage + 1
-        result = self._wait(reduction.result, reduction.stage, bucket.exchange)
+        if bucket.lane.reduction[reduction.stage].may_wait and bucket.gradient_waits:
+            result = self._step.wait(reduction.result)
+        else:
+            result = self._step.wait(reduction.result, self._land, bucket, reduction.stage)
         if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
         self._accumulate(bucket, result, reduction.used)
 
+    @staticmethod
+    def _land(started: Tensor, bucket: Bucket, stage: int) -> Tensor:
+        return bucket.lane.land(stage, started, bucket.token)
+
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
-        if bucket.pending is None or not bucket.pending.kept:  # else ``reduced`` is zeros: the gradient is in the sum
+        if not bucket.gradient_waits:  # else ``reduced`` is zeros: the gradient is in the sum
             finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
-                copy = _RunningReduction(bucket, len(bucket.exchange.groups), finished, used, self._due(bucket))
+                copy = _RunningReduction(bucket, len(bucket.lane.reduction), finished, used, self._due(bucket))
                 self.running.append(copy)
                 return
             gradients.accumulate(bucket, finished, used)
@@ -180,30 +190,28 @@ class Reducing:
     def reduce_waiting(self, bucket: Bucket) -> None:
         """Reduce a bucket's deferred gradients outside of the backward that computed them."""
         assert bucket.pending is not None
-        exchange = bucket.exchange
-        first = exchange.when.index(When.IF_DUE.value)
-        waiting = bucket.pending.take(exchange.stage_dtype(first))
+        first = next(number for number, flight in enumerate(bucket.lane.reduction) if flight.decides)
+        waiting = bucket.pending.take(bucket.lane.deferred_spec.dtype)
         reduced = self._reduce_stages(bucket, first, waiting, "what waits")
         gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
 
     def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
-        """Run the reduction from stage ``first`` on. Return the gradient, ``[shard_numel]`` in the main dtype."""
-        exchange = bucket.exchange
-        for stage in range(first, len(exchange.groups)):
+        """Run the reduction from the start of stage ``first`` on. Return the gradient, ``[shard_numel]`` in the main
+        dtype."""
+        lane = bucket.lane
+        for stage, flight in enumerate(lane.reduction[first:], first):
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
-            self._step.announce("reduce", bucket, bucket.stages[stage].group, more)
-            gradient = self._wait(start_collective(gradient, stage, exchange), stage, exchange)
+            self._step.announce("reduce", bucket, flight.stage.group, more)
+            if stage > first:
+                gradient = run_places(lane, flight.ungated, gradient, bucket.token)
+            started = start_flight(lane, flight, gradient, bucket.token)
+            gradient = self._step.wait(started, land_flight, lane, flight, bucket.token)
         return self._finished(bucket, gradient)
-
-    def _wait(self, started: Tensor, stage: int, exchange: Exchange) -> Tensor:
-        if exchange.sums_exactly:
-            return self._step.wait(started, await_stage, stage, exchange)
-        return self._step.wait(started)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's
         hook."""
-        gradient = bucket.exchange.cast_and_scale(reduced, bucket.plan.main_dtype)
+        gradient = bucket.lane.local(bucket.lane.unreduced, reduced, bucket.token)
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hooks_of_parameters.call(hook, gradient)
@@ -224,7 +232,7 @@ class Reducing:
         """Wait for running reductions and drop their results."""
         while self.running:
             reduction = self.running.pop(0)
-            if reduction.stage < len(reduction.bucket.exchange.groups):
+            if reduction.stage < len(reduction.bucket.lane.reduction):
                 compat.wait_tensor(reduction.result)
         self.end_backward()
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..formats import forms, quantize
 from ..formats.extension import FORM
+from ..lanes.lane import Plugin
+from ..lanes.strategies import lane_of
 from ..owner import ModuleRef, refuse_dropped
-from .exchange import NO_BUFFERS, Buffers, Exchange, exchange_of, exchanges_slices, pieces_of
+from .exchange import NO_BUFFERS, Buffers, Exchange
 from .layout import BucketLayout
-from .topology import ReductionStage, Topology
+from .topology import Topology
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,7 @@ class BucketPlan:
             none is.
         grad_dtype: Dtype in which gradients are accumulated over microbatches.
         comm_dtype: Dtype in which gradients are reduced.
-        wire: Format in which slices of gradients are sent; see :mod:`..formats.wire`. "": ``comm_dtype``.
-        outer_wire: Format in which slices of sums are sent, in later stages. "": float32.
-        sums_within: Neighbors that sum first; see :meth:`.Topology.stages_in_order`.
-        sums_exactly: Whether ranks exchange slices of gradients and sum them in float32 (float64 ones in
-            that), in the order of ranks.
+        plugins: What changes its lane, in order.
         reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
         scale: Factor applied to reduced gradients.
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
@@ -111,10 +109,7 @@ class BucketPlan:
     requires_grad: bool
     grad_dtype: torch.dtype
     comm_dtype: torch.dtype
-    sums_exactly: bool = False
-    wire: str = ""
-    outer_wire: str = ""
-    sums_within: int = 0
+    plugins: tuple[Plugin, ...] = ()
     reduce_op: str = "avg"
     scale: float = 1.0
     decoupled: bool = False
@@ -145,22 +140,14 @@ class BucketPlan:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
 
-    def stages(self, topology: Topology) -> tuple[ReductionStage, ...]:
-        """The collectives that reduce the bucket's gradients, in order."""
-        if not self.sums_exactly:
-            return topology.stages
-        found, wire = [], self.wire
-        for stage in topology.stages_in_order(self.sums_within):
-            if stage.group.size > 1 and exchanges_slices(stage.collective):
-                stage = replace(stage, collective=exchange_of(wire, pieces_of(stage.collective)))
-                wire = self.outer_wire  # later stages send sums
-            found.append(stage)
-        return tuple(found)
+    @property
+    def uses_shard(self) -> bool:
+        """Whether a rank that gathers from itself alone uses the shard's own memory."""
+        return not (self.scaling or self.is_extension or self.offload)
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        gather, stages = topology.gather_group, self.stages(topology)
-        slots = self.layout.slots
+        gather, slots = topology.gather_group, self.layout.slots
         exchange = Exchange(
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
@@ -170,18 +157,12 @@ class BucketPlan:
             gather_size=gather.size if gather else 1,
             gather_group=gather.name if gather else "",
             comm_dtype=self.comm_dtype,
-            reduce_op=self.reduce_op,
-            scale=self.scale,
-            collectives=[stage.collective for stage in stages],
-            when=[stage.when.value for stage in stages],
-            group_sizes=[stage.group.size for stage in stages],
-            groups=[stage.group.name for stage in stages],
-            inspected=self.inspected,
+            lane_key=lane_of(self, topology).key,
             # What stays gathered between uses is dequantized, unless modules get bytes.
             scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
             form=self.form,
         ).with_buffers(self.gather_buffers, self.gradient_buffers)
-        if exchange.gather_size == 1 and not (self.scaling or self.is_extension or self.offload):
+        if exchange.gather_size == 1 and self.uses_shard:
             return exchange._replace(gather_group="").with_buffers(
                 NO_BUFFERS, self.gradient_buffers
             )  # used from the shard

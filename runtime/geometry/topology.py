@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,8 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import compat
-from .exchange import When, exchange_of, stride_of
 from .placements import Placements, ShardingStrategy
+
+
+def stride_of(ranks: Sequence[int]) -> int:
+    """Distance between neighbors in evenly spaced ``ranks``, in global ranks."""
+    return max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Group:
 
     name: str
     size: int
-    rank: int
+    rank: int = field(repr=False)  # the other fields are the same on all ranks of the group
     stride: int = 1
 
     def __hash__(self) -> int:
@@ -91,20 +96,6 @@ class Accumulation:
     whole_gradients: bool = False
     keeps_gathered: bool = False
     forwards_overlap: bool = False
-
-
-@dataclass(frozen=True)
-class ReductionStage:
-    """One collective of a bucket's reduction.
-
-    Args:
-        collective: ``"reduce_scatter"`` or ``"all_reduce"``; for sums in the order of ranks, ``"all_to_all"`` or
-            ``"all_gather"``.
-    """
-
-    collective: str
-    group: Group
-    when: When
 
 
 @dataclass(frozen=True)
@@ -308,20 +299,6 @@ class Topology:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def stages(self) -> tuple[ReductionStage, ...]:
-        """The stages of a bucket's reduction, one collective each, in order."""
-        if not self.over_inner.shards:  # all ranks hold the same, so one reduction covers both dimensions
-            return (ReductionStage("all_reduce", self.reductions or self.every, When.IF_DUE),)
-        keeps_whole = self.over_inner.reduces_once or self.accumulation.whole_gradients
-        when = When.IF_DUE if keeps_whole else When.ALWAYS
-        stages = [ReductionStage("reduce_scatter", self.reductions or self.inner, when)]
-        if self.outer is not None:
-            collective = "reduce_scatter" if self.is_hfsdp else "all_reduce"
-            stages.append(ReductionStage(collective, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
-        deferring = stages[0] if keeps_whole else None  # it sums over microbatches, also on one rank
-        return tuple(s for s in stages if s.group.size > 1 or s is deferring or self.inspects)
-
     def has_levels_of(self, size: int) -> bool:
         """Whether groups of ``size`` neighbors part the ranks that gradients are scattered over."""
         return self.over_inner.shards and 1 < size < self.inner.size and self.inner.size % size == 0
@@ -337,27 +314,6 @@ class Topology:
         groups = ranks[first : first + size], ranks[base.rank % size :: size]
         neighbors, peers = (Group.of(compat.new_group_like(base.name, each)) for each in groups)
         self.levels[size] = neighbors, peers
-
-    def stages_in_order(self, within: int = 0) -> tuple[ReductionStage, ...]:
-        """Stages in which ranks exchange slices, and each sums one, in place of those in which the backend sums.
-
-        Args:
-            within: Neighbors among :attr:`inner` that sum first, so that each sends its peers a part of the bytes. 0:
-                there is one level.
-        """
-        found: list[ReductionStage] = []
-        for stage in self.stages:
-            follows = When.ALWAYS if stage.when is When.ALWAYS else When.FOLLOWS
-            if within and not found:
-                # Neighbor j gets what belongs to the j-th rank of every group of neighbors.
-                neighbors, peers = self.levels[within]
-                found.append(ReductionStage(exchange_of("", peers.size), neighbors, stage.when))
-                found.append(ReductionStage(exchange_of(""), peers, follows))
-                continue
-            found.append(replace(stage, collective=exchange_of("")))
-            if stage.collective == "all_reduce" and stage.group.size > 1:
-                found.append(ReductionStage("all_gather", stage.group, follows))
-        return tuple(found)
 
     # -- process groups -----------------------------------------------------------------------------------------------
 

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..formats import forms, wire
+from ..formats import forms
 from ..formats.extension import is_extended
 from ..geometry.bucket_plan import BucketPlan, ParamLocation
-from ..geometry.exchange import When
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
+from ..lanes.lane import Lane
+from ..lanes.stage import NO_STATE, State
 from ..owner import Owned, refuse_dropped
 from .aliases import Backing
 from .comm_buffers import BufferPool
@@ -246,7 +247,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         """Indices of parameters that this rank has used since gradients were last settled; see :mod:`.gradients`."""
         self.clean: set[int] = set()
         """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
-        self.pending: DeferredGradient | None = None
+        self.stage_states: dict[tuple[str, str, int], dict[str, Any]] = {}
+        """What stages remember of the bucket, by the key of their lane, part and index."""
         self.consumer: GradientConsumer | None = None
         """What uses the sum of gradients up as soon as it is complete, so that parameters have none."""
         self.installed: InstalledGradient | None = None
@@ -278,7 +280,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         if topology is not None:
             self.let_go()
             self.topology = topology
-        self.exchange, self.stages = plan.exchange(self.topology), plan.stages(self.topology)
+        self.exchange = plan.exchange(self.topology)
         vars(self).pop("_is_gathered_by_gloo", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1
@@ -290,20 +292,31 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
             f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}:{plan.reshard_after_forward}"
         )
-        if not self.exchange.needs_token:
+        if not self.lane.needs_token:
             self.pending = None
-        elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
+        elif self.has_token and self.pending is None:  # a bucket frozen meanwhile keeps its sum
             self.pending = DeferredGradient(self, self._deferred_dtype)
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
 
     @property
+    def lane(self) -> Lane:
+        """How the bucket travels."""
+        return self.exchange.lane
+
+    def state_of(self, part: str, index: int) -> State:
+        """Return what a stage of the lane remembers of the bucket."""
+        if not self.lane[part][index].keeps_state:
+            return NO_STATE
+        return self.stage_states.setdefault((self.exchange.lane_key, part, index), {})
+
+    @property
     def _deferred_dtype(self) -> torch.dtype:
-        """Dtype in which deferred gradients are summed. Sums of slices keep theirs until their mean is taken."""
-        exchange, dtype = self.exchange, self.plan.grad_dtype
-        if not exchange.sums_exactly or When.IF_DUE.value not in exchange.when[1:]:
+        """Dtype in which deferred gradients are summed. Sums that stages compute keep theirs."""
+        dtype = self.plan.grad_dtype
+        if not any(stage.sums and not stage.flies for stage in self.lane.each):
             return dtype
-        return torch.promote_types(dtype, wire.sum_dtype(exchange.comm_dtype))
+        return torch.promote_types(dtype, self.lane.deferred_spec.dtype)
 
     @functools.cached_property
     def _is_gathered_by_gloo(self) -> bool:
@@ -316,7 +329,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         Gloo's thread may hold the result of a collective for a moment after the wait, on some ranks and not on others.
         The references to memory that is fresh, or a communication buffer, are therefore known, and not counted.
         """
-        if not self._is_gathered_by_gloo or self.plan.is_extension:
+        if not self._is_gathered_by_gloo or self.plan.is_extension or "use" not in self.lane.plain_parts:
             return compat.references_to(full.untyped_storage())
         if self.exchange.gather_buffers.capacity:
             return self.owner.comm_buffers.references_if_alone(full)
@@ -329,8 +342,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
 
     @property
     def has_token(self) -> bool:
-        """Whether graphs take the token that stands for the sum of deferred gradients."""
-        return self.plan.requires_grad and self.exchange.needs_token
+        """Whether graphs take the token that stands for the bucket."""
+        return self.lane.has_token(self.plan.requires_grad)
 
     def toggled(self, index: int) -> None:
         """Update the bucket after a parameter was frozen or unfrozen. Code is compiled once for each combination."""

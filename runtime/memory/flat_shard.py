@@ -27,6 +27,7 @@ from ..geometry.partition import Partition
 from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from . import host
+from .deferred_gradients import DeferredGradient
 
 
 class FlatRange(NamedTuple):
@@ -100,6 +101,7 @@ class FlatShard:
     def _allocate(self, flat: Tensor) -> None:
         """Adopt the shard, and allocate what stays gathered between uses; see :attr:`flat`."""
         plan = self.plan
+        self.pending: DeferredGradient | None = None
         self.resident: Tensor | None = None
         self._unused_gather: weakref.finalize | None = None
         self._resident_of = -1  # version of the shard from which the resident was gathered
@@ -117,7 +119,9 @@ class FlatShard:
         if self.has_resident and not self.topology.releases_resident:
             numel = flat.numel() * self.topology.resident_shards
             resident = torch.empty(numel, dtype=plan.held_dtype, device=self.device)
-            if plan.main_dtype == plan.held_dtype and plan.offload is None:
+            # What stages make of the shard may not be what it was.
+            is_sent_as_it_is = "step" in plan.exchange(self.topology).lane.plain_parts
+            if plan.main_dtype == plan.held_dtype and plan.offload is None and is_sent_as_it_is:
                 mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
@@ -154,6 +158,11 @@ class FlatShard:
         start, _, shape, strides = self._whole_places[index]
         full = self.elements(full)
         return full.as_strided(shape, strides, full.storage_offset() + start)
+
+    @property
+    def token(self) -> Tensor | None:
+        """What stands for the bucket in graphs; None if they need to know it."""
+        return self.pending.token if self.pending is not None else None
 
     # -- residents ----------------------------------------------------------------------------------------------------
 
@@ -234,6 +243,8 @@ class FlatShard:
         if self.quantized_columns is not None:
             for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
                 plane.copy_(quantize.from_records(self._gathered_to_keep(shard)))
+        elif "step" not in self.exchange.lane.plain_parts:
+            resident.copy_(self.exchange.lane.travel("step", self.fetched(), self.token))
         elif self.quantized is None or self.plan.stays_quantized:
             shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
             _, *parts = self._parts_of(resident)

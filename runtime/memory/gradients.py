@@ -168,7 +168,7 @@ def _receive(backward: Backward, gradient: Tensor | None, in_graph: bool = False
     if not bucket.gradient_waits:  # a deferred gradient is zeros here
         if bucket.plan.offload is not None:
             host.settle(bucket.device)
-        if bucket.pending is None and (
+        if not bucket.lane.is_deferred and (
             unrequested := used & requested.left_out
         ):  # ``defer_unless_due`` drops them from sums
             gradient, in_graph = gradient.clone(), False

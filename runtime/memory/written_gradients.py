@@ -74,4 +74,4 @@ class WrittenGradients:
                 place = bucket.whole_view(packed, index)
                 place.add_(gradient.to_dense() if gradient.is_sparse else gradient)
         self._clear()
-        return packed * bucket.exchange.scale if bucket.exchange.scales_first else packed
+        return bucket.lane.travel("pack", packed)

@@ -25,6 +25,7 @@ from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap
 from ..geometry.layout import LayoutPolicy
 from ..geometry.topology import Topology
+from ..guests.sums_in_order.stages import sums_of
 from ..init import meta
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
@@ -129,7 +130,7 @@ def shard_model(
             members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
         communicators.check_zero_cta(topology, every, options.communication)
         members.make_communicators(options.communication, options.overlap)
-        for size in sorted({bucket.sums_within for bucket in plan.buckets} - {0}):
+        for size in sorted({sums.within for bucket in plan.buckets if (sums := sums_of(bucket.plugins))} - {0}):
             members.topology.make_levels(size)
         if options.registers != "never":
             check_allocator(members.group_names, device)

@@ -162,9 +162,8 @@ class BucketPlanner:
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
-        sums_exactly = policy.grad_sum_dtype is not None or self.topology.in_order
-        policy.check_sums(sums_exactly)
-        averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not sums_exactly
+        plugins = policy.plugins(self.topology, within=not is_expert)
+        averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not plugins
         return BucketPlan(
             name=unit.name,
             unit=unit.name,
@@ -175,10 +174,7 @@ class BucketPlanner:
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
-            sums_exactly=sums_exactly,
-            wire=policy.wire,
-            outer_wire=policy.outer_wire,
-            sums_within=0 if is_expert else policy.sums_within(self.topology),
+            plugins=plugins,
             policy=dtypes.position,
             reduce_op="avg" if averages else "sum",
             scale=self._scale(is_expert, averages),

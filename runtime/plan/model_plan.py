@@ -353,11 +353,8 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 def _bucket(bucket: BucketPlan) -> str:
     digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
     dtypes = f"gathered in {bucket.compute_dtype}, main dtype {bucket.main_dtype}"
-    how = " in the order of ranks" if bucket.sums_exactly else ""
-    how += f", first of {bucket.sums_within} neighbors" if bucket.sums_within else ""
-    sent = f", sent in {bucket.wire}" if bucket.wire else ""
-    sent += f", sums in {bucket.outer_wire}" if bucket.outer_wire else ""
-    reduced = f", reduced in {bucket.comm_dtype}{how}{sent}, summed in {bucket.grad_dtype}"
+    how = "".join(map(str, bucket.plugins))
+    reduced = f", reduced in {bucket.comm_dtype}{how}, summed in {bucket.grad_dtype}"
     reshard = bucket.reshard_after_forward
     more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
     more += f", in {bucket.offload}" if bucket.offload is not None else ""

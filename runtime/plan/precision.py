@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from .. import compat
-from ..formats import quantize, wire
+from ..formats import quantize
 from ..formats.casts import Casts
 from ..geometry.topology import Topology
+from ..guests.sums_in_order import wire
+from ..guests.sums_in_order.stages import SumsInOrder
+from ..lanes.lane import Plugin
 from ..nearest import names_arguments
 from ..owner import ModuleRef
 
@@ -206,6 +209,21 @@ class MixedPrecisionPolicy:
             )
         return within if topology.has_levels_of(within) else 0
 
+    def plugins(self, topology: Topology, within: bool = True) -> tuple[Plugin, ...]:
+        """Return what changes lanes: sums in the order of ranks, if the policy or the program asks for them.
+
+        Args:
+            within: Whether neighbors may sum first.
+
+        Raises:
+            ValueError: A setting is without effect.
+        """
+        sums_exactly = self.grad_sum_dtype is not None or topology.in_order
+        self.check_sums(sums_exactly)
+        if not sums_exactly:
+            return ()
+        return (SumsInOrder(self.wire, self.outer_wire, self.sums_within(topology) if within else 0),)
+
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
         """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.
 
@@ -254,7 +272,7 @@ class MixedPrecisionPolicy:
 
     @property
     def wire(self) -> str:
-        """Format in which gradients are sent; see :mod:`..formats.wire`. "": none."""
+        """Format in which gradients are sent; see :mod:`..guests.sums_in_order.wire`. "": none."""
         return self._format(self.grad_comm_dtype) if self.grad_comm_dtype in wire.DTYPES else ""
 
     @property

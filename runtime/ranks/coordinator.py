@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import compat, digests
-from ..geometry.topology import Group, ReductionStage, Topology
+from ..geometry.topology import Group, Topology
+from ..lanes.lane import Lane
 from ..schedule.text import ScheduleLine
 from . import profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
@@ -89,7 +90,7 @@ class BegunGraph(NamedTuple):
     digest: str
     schedule: str
     buckets: Sequence[str]
-    ranks: Sequence[tuple[Topology, Sequence[ReductionStage]] | None]
+    ranks: Sequence[tuple[Topology, Lane] | None]
     options: str
     unused: Sequence[str]
 
@@ -401,7 +402,7 @@ def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
 
 
 def _launches(
-    schedule: str, buckets: Sequence[str], ranks: Sequence[tuple[Topology, Sequence[ReductionStage]] | None], due: bool
+    schedule: str, buckets: Sequence[str], ranks: Sequence[tuple[Topology, Lane] | None], due: bool
 ) -> list[tuple[str, str]]:
     """Return the collectives that a compiled graph starts, each with the name of its process group.
 
@@ -413,12 +414,12 @@ def _launches(
         line, number = ScheduleLine.parse(named), _NUMBER.search(numbered)
         if line is None or number is None or (over := ranks[int(number[1])]) is None:
             continue
-        (topology, stages), group = over, None
+        (topology, lane), group = over, None
         if line.what == "gather" and topology.gather_group is not None:
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
         elif line.what == "reduce" and (due or not line.is_deferrable):
-            group = stages[line.number - 1].group
+            group = lane.reduction[line.number - 1].stage.group
         if group is not None:
             found.append((line.label, group.name))
     return found

@@ -81,7 +81,7 @@ def test_computation_waits_for_what_is_fetched() -> None:
 
 def test_the_cpu_steps_when_the_last_gradient_has_arrived() -> None:
     """It moves 250 elements x 8 bytes in 0.2 us; the gradient takes 11 us; the device needs 20 ns for its part."""
-    last = len(OFFLOADED.buckets[0].exchange.groups) - 1
+    last = len(OFFLOADED.buckets[0].exchange.lane.reduction) - 1
     reduce = Collective("reduce", 0, last, 0.0, 1e-6, "g")
     optimizer = OptimizerCost("a", 8, 8, 4)
     found = run(Start(reduce), Wait(reduce), of=OFFLOADED, optimizer=optimizer)
@@ -97,7 +97,7 @@ def test_the_cpu_steps_while_the_device_computes() -> None:
     What is queued after the step waits for it. Steps over two buckets follow each other.
     """
     both = context([bucket("a", offload="cpu"), bucket("b", offload="cpu")])
-    last, optimizer = len(both.buckets[0].exchange.groups) - 1, OptimizerCost("a", 8, 8, 4)
+    last, optimizer = len(both.buckets[0].exchange.lane.reduction) - 1, OptimizerCost("a", 8, 8, 4)
     first, second = (Collective("reduce", number, last, 0.0, 1e-6, "g") for number in range(2))
     begun = [Start(first), Wait(first)]
     hidden = run(*begun, Compute(30e-6, 0.0), StepBucket(0), Compute(1e-6, 0.0), of=both, optimizer=optimizer)

@@ -526,7 +526,7 @@ def test_registered_buffers(mode: str) -> None:
 def _groups_of(run: Run) -> list[str]:
     """Return the names of the groups that buckets are gathered and reduced over, in the order of registration."""
     exchange = run.model.sharded.buckets[0].exchange
-    return list(dict.fromkeys([exchange.gather_group, *exchange.groups]))
+    return list(dict.fromkeys([exchange.gather_group, *exchange.lane.group_names]))
 
 
 @pytest.mark.parametrize(("mode", "asks"), [(EAGER, True), (EAGER, False), (AOT_EAGER, False)])

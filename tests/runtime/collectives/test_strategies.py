@@ -390,7 +390,7 @@ def test_a_group_of_its_own_for_gathers(strategy: str) -> None:
     )
     model, _ = make(strategy, EAGER, fsdp_group_ag=for_gathers)
     topology, exchange = model.sharded.topology, model.sharded.buckets[0].exchange
-    assert for_gathers.group_name not in exchange.groups
+    assert for_gathers.group_name not in exchange.lane.group_names
     used = [group.name for group in (*topology.resident_groups, topology.gather_group) if group is not None]
     assert for_gathers.group_name in used
     assert inner.group_name not in used

@@ -29,7 +29,7 @@ from mfsdp_compile import (
 )
 from mfsdp_compile.backend.lowerings import register_lowerings
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.formats import wire
+from mfsdp_compile.runtime.guests.sums_in_order import wire
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

@@ -177,7 +177,7 @@ def test_each_communicator_gets_its_settings() -> None:
         assert created == list(zip([inner, inner, outer], expected, strict=True))
         assert len({str([given for _, given in each]) for each in everywhere(list(created))}) == 1
         exchange = model.sharded.buckets[0].exchange
-        used = [exchange.gather_group, *exchange.groups]
+        used = [exchange.gather_group, *exchange.lane.group_names]
         assert [created.of(name) for name in used] == expected
         mesh = arguments["device_mesh"]
         own = {mesh[name].get_group().group_name for name in ("outer", "inner")}
@@ -186,7 +186,7 @@ def test_each_communicator_gets_its_settings() -> None:
         model(torch.randn(2, 8)).backward()
         model.reset()
         exchange = model.sharded.buckets[0].exchange
-        again = [exchange.gather_group, *exchange.groups]
+        again = [exchange.gather_group, *exchange.lane.group_names]
         assert not {*again} & {*used}
         assert [created.of(name) for name in again] == expected
         model(torch.randn(2, 8)).backward()
@@ -197,7 +197,7 @@ def test_gradients_of_no_shard() -> None:
     with on_nccl() as created:
         model = sharded(zero_dp_strategy=0, communication={"reductions": {"max_ctas": 2}}, **hybrid())
         assert created == [([0, 1, 2, 3], {"max_ctas": 2})]
-        assert [created.of(name) for name in model.sharded.buckets[0].exchange.groups] == [{"max_ctas": 2}]
+        assert [created.of(name) for name in model.sharded.buckets[0].exchange.lane.group_names] == [{"max_ctas": 2}]
         model(torch.randn(2, 8)).backward()
 
 
@@ -225,7 +225,7 @@ def test_experts_have_communicators_of_their_own() -> None:
         last = created[-4:]  # before them, the group of ranks with other experts may be created
         assert last == [(ranks, given) for ranks in ([0, 1, 2, 3], experts) for given in both]
         for bucket in model.sharded.buckets:
-            used = [bucket.exchange.gather_group, *bucket.exchange.groups]
+            used = [bucket.exchange.gather_group, *bucket.exchange.lane.group_names]
             assert [created.of(name) for name in used] == both
             assert bucket.topology.gather_group.size == (2 if bucket.plan.is_expert else 4)
 
@@ -241,7 +241,7 @@ def test_settings_start_from_those_of_a_group_that_was_passed() -> None:
         assert created == [([0, 1], {"high_priority": True, "max_ctas": 8, "min_ctas": 2})]
         assert passed.given == {"high_priority": True, "max_ctas": 4, "min_ctas": 2}
         exchange = model.sharded.buckets[0].exchange
-        assert group.group_name not in [exchange.gather_group, *exchange.groups]
+        assert group.group_name not in [exchange.gather_group, *exchange.lane.group_names]
         model = sharded(fsdp_group_ag=group)
         assert model.sharded.buckets[0].exchange.gather_group == group.group_name
         sharded(communication={"gathers": {"high_priority": False}})
@@ -258,9 +258,9 @@ def test_separate_gathers_change_no_bit(mode: str) -> None:
     run = parity.train_sharded(zoo.Plain, mode, data, sharding=separate)
     parity.assert_bitwise(plain, run)
     exchange = run.model.sharded.buckets[0].exchange
-    assert exchange.gather_group not in exchange.groups
+    assert exchange.gather_group not in exchange.lane.group_names
     assert compat.collectives_started(compat.process_group(exchange.gather_group)) > 0
-    assert run.model.sharded.members.group_names == list(dict.fromkeys([exchange.gather_group, *exchange.groups]))
+    assert run.model.sharded.members.group_names == list(dict.fromkeys([exchange.gather_group, *exchange.lane.group_names]))
 
 
 @on_ranks(2, timeout=60)

@@ -1,4 +1,4 @@
-"""Reductions: gradients are packed into buckets, and each stage of a reduction is started and awaited."""
+"""Gradients are packed into buckets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..geometry.exchange import Buffers, Exchange, When, exchanges_slices, format_of, pieces_of
+from ..geometry.exchange import Buffers, Exchange
 from ..geometry.rows import contiguous_strides
 from ..memory.comm_buffers import take
 from . import fakes as fakes
@@ -35,48 +35,7 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool
         exchange.comm_dtype,
         *exchange.gradient_buffers,
     )
-    return packed * exchange.scale if exchange.scales_first else packed
-
-
-def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor | None) -> Tensor:
-    """Start one stage of a reduction. Return its result, which must be awaited.
-
-    Args:
-        gradient: The packed bucket, or the result of the previous stage.
-        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.DeferredGradient`, if it
-            has one.
-    """
-    inspected = exchange.inspected and stage == 0
-    collective, op, when = exchange.collectives[stage], exchange.reduce_op, exchange.when[stage]
-    size, group = exchange.group_sizes[stage], exchange.groups[stage]
-    if when == When.ALWAYS.value and not inspected:
-        return start_by_name(gradient, collective, op, size, group)
-    assert token is not None
-    return torch.ops.mfsdp.reduce_if_due(gradient, token, collective, when, op, size, group, inspected)
-
-
-def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor:
-    """Start the collective of a stage, whether or not it is due."""
-    size, group = exchange.group_sizes[stage], exchange.groups[stage]
-    return start_by_name(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)
-
-
-def start_by_name(gradient: Tensor, collective: str, op: str, size: int, group: str) -> Tensor:
-    """Start a collective by its name in an :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`."""
-    if collective == "reduce_scatter":
-        return compat.reduce_scatter(gradient, op, size, group)
-    if collective == "all_reduce":
-        return compat.all_reduce(gradient, op, group)
-    if collective == "all_gather":
-        return compat.all_gather(gradient, size, group)
-    return torch.ops.mfsdp.exchange_slices(gradient, size, group, format_of(collective), pieces_of(collective))
-
-
-def await_stage(started: Tensor, stage: int, exchange: Exchange) -> Tensor:
-    """Return the result of a stage of a reduction."""
-    if exchanges_slices(exchange.collectives[stage]):
-        return torch.ops.mfsdp.wait_summed(started, *exchange.sum_arguments(stage))
-    return compat.wait_tensor(started)
+    return exchange.lane.travel("pack", packed)
 
 
 @torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")

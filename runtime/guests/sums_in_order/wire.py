@@ -110,6 +110,13 @@ def sent_numel(numel: int, ranks: int, name: str) -> int:
     return ranks * FORMATS[name].sent_numel(math.ceil(numel / ranks))
 
 
+def sent(numel: int, dtype: torch.dtype, ranks: int, name: str) -> tuple[int, torch.dtype]:
+    """Return the elements, and their dtype, in which ``numel`` values are sent; "": as they are, filled up."""
+    if name:
+        return sent_numel(numel, ranks, name), FORMATS[name].sent_dtype
+    return math.ceil(numel / ranks) * ranks, dtype
+
+
 def slices_of(values: Tensor, ranks: int, pieces: int = 1) -> Tensor:
     """Return what each rank gets of ``values``, ``[numel]``: ``[ranks, n]``, filled up with zeros.
 
@@ -125,9 +132,9 @@ def slices_of(values: Tensor, ranks: int, pieces: int = 1) -> Tensor:
 
 def encode_each(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
     """Do the same as :func:`encode` with a part of a slice at a time."""
-    format = FORMATS[name]
-    if not format.block:
+    if not name or not FORMATS[name].block:
         return encode(values, ranks, name, pieces)
+    format = FORMATS[name]
     numel = math.ceil(values.numel() / ranks)
     sent = values.new_empty(ranks, format.sent_numel(numel), dtype=format.sent_dtype)
     for rank, message in enumerate(sent):
@@ -153,8 +160,11 @@ def _parts(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def encode(values: Tensor, ranks: int, name: str, pieces: int = 1) -> Tensor:
-    """Return what is sent for ``values``, ``[numel]``: ``[sent_numel(numel, ranks, name)]``; see :func:`slices_of`."""
-    slices, format = slices_of(values, ranks, pieces), FORMATS[name]
+    """Return what is sent for ``values``, ``[numel]``, as :func:`sent` says; see :func:`slices_of`."""
+    slices = slices_of(values, ranks, pieces)
+    if not name:
+        return slices.reshape(-1)
+    format = FORMATS[name]
     if not format.block:
         return slices.to(format.dtype).view(-1)
     padding = format.padded(slices.shape[1]) - slices.shape[1]

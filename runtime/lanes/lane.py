@@ -1,0 +1,373 @@
+"""A lane: the way of one bucket, as lists of stages.
+
+    part    when                               from                        to
+    step    once after the shard has changed   shard, in the main dtype    what stays on this rank until the next change
+    use     each use, also in backward         that                        whole bucket, in the compute dtype
+    pack    each backward                      packed gradient             the same, by whoever packs: a region, too
+    each    each backward                      that                        what is summed over microbatches
+    due     when a reduction is due            the sum                     gradient of the shard, in the main dtype
+
+Graphs refer to a lane by its key, a digest of all that it says. So graphs that are shared or cached know exactly which
+lane they were made for, and buckets with equal lanes share them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..geometry.topology import Group
+from .plain import PLAIN, Scale
+from .stage import NO_STATE, Call, Spec, Stage
+
+Stages = tuple[Stage, ...]
+PARTS = ("step", "use", "pack", "each", "due")
+GATHERING = ("step", "use")
+REDUCING = ("pack", "each", "due")
+
+_lanes: dict[str, Lane] = {}
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A flying stage of a reduction, with the local stages around it.
+
+    Args:
+        part: ``"each"`` or ``"due"``.
+        index: Index of the flying stage in its part.
+        stage: The flying stage.
+        before, after: Local stages that run before its start and after its wait, as parts and indices.
+        decides: Whether it is the first one that runs only when a reduction is due: gradients accumulate in front of
+            it, and in front of what is before it in the part.
+    """
+
+    part: str
+    index: int
+    stage: Stage
+    before: tuple[tuple[str, int], ...] = ()
+    after: tuple[tuple[str, int], ...] = ()
+    decides: bool = False
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it is skipped while no reduction is due."""
+        return self.part == "due"
+
+    @property
+    def ungated(self) -> tuple[tuple[str, int], ...]:
+        """Local stages that run in front of its operator."""
+        return tuple(place for place in self.before if place[0] != "due")
+
+    @property
+    def gated(self) -> tuple[tuple[str, int], ...]:
+        """Local stages that run in the operator that decides, behind the gate."""
+        return tuple(place for place in self.before if place[0] == "due")
+
+
+class Step(NamedTuple):
+    """What one stage does to a tensor and a bucket's token, in graphs and out of them."""
+
+    start: Callable[[Tensor, Tensor | None], Tensor]
+    wait: Callable[[Tensor, Tensor | None], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The way of one bucket.
+
+    Args:
+        shard: The shard at rest.
+        whole: The gathered bucket.
+        packed: The packed gradient.
+        scale: Factor of gradients, all in all.
+        inspected: Whether packed gradients are inspected before they are reduced.
+        step, use, pack, each, due: Stages of each part. Those of ``pack`` are local and plain.
+    """
+
+    shard: Spec
+    whole: Spec
+    packed: Spec
+    scale: float = 1.0
+    inspected: bool = False
+    step: Stages = ()
+    use: Stages = ()
+    pack: Stages = ()
+    each: Stages = ()
+    due: Stages = ()
+
+    def __getitem__(self, part: str) -> Stages:
+        stages: Stages = getattr(self, part)
+        return stages
+
+    def change(self, where: Callable[[Stage], bool], put: Callable[[Stage], Sequence[Stage]], *parts: str) -> Lane:
+        """Return the lane with other stages in the place of some.
+
+        Args:
+            where: Which stages are replaced.
+            put: What stands in the place of one: itself, with others around it, for example.
+            parts: Parts that are changed.
+        """
+        changed: dict[str, Any] = {
+            part: tuple(new for old in self[part] for new in (put(old) if where(old) else (old,))) for part in parts
+        }
+        return replace(self, **changed)
+
+    # -- what travels -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _specs(self) -> dict[str, tuple[Spec, ...]]:
+        """For each part, what enters each of its stages; at the end, what leaves the part."""
+        found: dict[str, tuple[Spec, ...]] = {}
+        for first, parts in ((self.shard, GATHERING), (self.packed, REDUCING)):
+            spec = first
+            for part in parts:
+                specs = [spec]
+                for stage in self[part]:
+                    specs.append(stage.out(specs[-1]))
+                found[part], spec = tuple(specs), specs[-1]
+        return found
+
+    def spec(self, part: str, index: int = 0) -> Spec:
+        """Return what enters a stage; at the index behind the last, what leaves the part."""
+        return self._specs[part][index]
+
+    @functools.cached_property
+    def plain_parts(self) -> frozenset[str]:
+        """Parts without a stage of a plug-in."""
+        return frozenset(part for part in PARTS if all(isinstance(stage, PLAIN) for stage in self[part]))
+
+    def places(self, part: str) -> list[tuple[str, int]]:
+        """Return the places of the stages of a part."""
+        return [(part, index) for index in range(len(self[part]))]
+
+    def flight_spec(self, part: str, index: int) -> Spec:
+        """Return what a flying stage has in flight."""
+        return self[part][index].flight(self.spec(part, index))
+
+    @functools.cached_property
+    def reduction(self) -> tuple[Flight, ...]:
+        """The flying stages that gradients pass, in order."""
+        found: list[Flight] = []
+        waiting: list[tuple[str, int]] = []
+        for part in ("each", "due"):
+            flown = False
+            for index, stage in enumerate(self[part]):
+                if stage.flies:
+                    found.append(Flight(part, index, stage, tuple(waiting), decides=part == "due" and not flown))
+                    waiting, flown = [], True
+                elif flown:
+                    found[-1] = replace(found[-1], after=(*found[-1].after, (part, index)))
+                else:
+                    waiting.append((part, index))
+        return tuple(found)
+
+    @functools.cached_property
+    def unreduced(self) -> tuple[tuple[str, int], ...]:
+        """Local stages of a gradient that no flying stage reduces."""
+        return () if self.reduction else (*self.places("each"), *self.places("due"))
+
+    @functools.cached_property
+    def gather(self) -> int | None:
+        """Index of the flying stage of ``use``; None if there is none."""
+        return next((index for index, stage in enumerate(self.use) if stage.flies), None)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of the stages that reduce."""
+        return [flight.stage.group for flight in self.reduction if flight.stage.group is not None]
+
+    @property
+    def group_names(self) -> list[str]:
+        return [group.name for group in self.groups]
+
+    @functools.cached_property
+    def is_deferred(self) -> bool:
+        """Whether gradients accumulate until a reduction is due."""
+        return any(flight.may_wait for flight in self.reduction)
+
+    @functools.cached_property
+    def waits_whole(self) -> bool:
+        """Whether whole gradients accumulate: no stage runs in each backward."""
+        return bool(self.reduction) and self.reduction[0].may_wait
+
+    @functools.cached_property
+    def keeps_state(self) -> bool:
+        return any(stage.keeps_state for part in PARTS for stage in self[part])
+
+    @functools.cached_property
+    def is_opaque(self) -> bool:
+        """Whether graphs have stages that they find by their place."""
+        return any(is_opaque(stage) for part in PARTS for stage in self[part])
+
+    @functools.cached_property
+    def needs_token(self) -> bool:
+        """Whether graphs that train the bucket take a token, which says which bucket it is."""
+        return self.inspected or self.is_deferred or self.keeps_state
+
+    def has_token(self, trained: bool) -> bool:
+        """Whether graphs take a token: of a frozen bucket only for the state of its stages."""
+        return self.needs_token if trained else self.keeps_state
+
+    @functools.cached_property
+    def deferred_spec(self) -> Spec:
+        """What is summed over microbatches."""
+        return self.spec("due")
+
+    @property
+    def packed_scale(self) -> float:
+        """Factor of gradients once they are packed."""
+        return math.prod(stage.factor for stage in self.pack if isinstance(stage, Scale))
+
+    def packing(self) -> Lane:
+        """Return the lane of a bucket that another graph, or the eager path, gathers and reduces."""
+        spec = self.packed
+        return Lane(spec, self.whole, spec, self.packed_scale, pack=self.pack)
+
+    # -- identity -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of all that the lane says, under which :func:`lane_at` finds it."""
+        key = hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        _lanes[key] = self
+        return key
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The stages, the same on all ranks."""
+        return "; ".join(f"{part}: {', '.join(stage.text for stage in self[part])}" for part in PARTS if self[part])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
+        return self  # copies communicate over the same groups
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def steps(self) -> dict[str, tuple[Step, ...]]:
+        """What the stages of each part do. Deferred ones decide for themselves whether they do it."""
+        return {part: tuple(self._step(part, index) for index in range(len(self[part]))) for part in PARTS}
+
+    def _step(self, part: str, index: int) -> Step:
+        stage, operators = self[part][index], torch.ops.mfsdp
+        place, is_told = (self.key, part, index), stage.keeps_state or part == "due"
+        call = stage.call(self.spec(part, index))
+        if not stage.flies:
+            if call is not None:
+                operator, arguments = call
+                return Step(lambda x, token: operator(x, *arguments))
+            if stage.inlined:
+                return Step(lambda x, token: stage.run(x, NO_STATE))
+            return Step(lambda x, token: operators.run_stage(x, token if is_told else None, *place))
+        if call is not None:
+            operator, arguments = call
+            start = lambda x, token: operator(x, *arguments)  # noqa: E731
+            wait = lambda x, token: compat.wait_tensor(x)  # noqa: E731
+        else:
+            start = lambda x, token: operators.start_stage(x, token if is_told else None, *place)  # noqa: E731
+            wait = lambda x, token: operators.wait_stage(x, token if is_told else None, *place)  # noqa: E731
+        flights = [flight for flight in self.reduction if (flight.part, flight.index) == (part, index)]
+        if flights and self.operator(flights[0])[0] is operators.reduce_if_due.default:
+            start = lambda x, token: operators.reduce_if_due(x, token, *place)  # noqa: E731
+        return Step(start, wait)
+
+    def local_call(self, part: str, index: int) -> Call:
+        """Return the operator of a local stage in graphs, and its arguments."""
+        call = self[part][index].call(self.spec(part, index))
+        return call if call is not None else (torch.ops.mfsdp.run_stage.default, (self.key, part, index))
+
+    def operator(self, flight: Flight) -> Call:
+        """Return the operator that starts a stage of the reduction in graphs, and its arguments."""
+        place = self.key, flight.part, flight.index
+        if flight.may_wait or (self.inspected and flight is self.reduction[0]):
+            return torch.ops.mfsdp.reduce_if_due.default, place
+        call = flight.stage.call(self.spec(flight.part, flight.index))
+        return call if call is not None else (torch.ops.mfsdp.start_stage.default, place)
+
+    def travel(self, part: str, x: Tensor, token: Tensor | None = None) -> Tensor:
+        """Run all stages of a part, one after the other."""
+        for step in self.steps[part]:
+            x = step.start(x, token)
+            if step.wait is not None:
+                x = step.wait(x, token)
+        return x
+
+    def local(self, places: Sequence[tuple[str, int]], x: Tensor, token: Tensor | None = None) -> Tensor:
+        """Run local stages."""
+        for part, index in places:
+            x = self.steps[part][index].start(x, token)
+        return x
+
+    def start(self, number: int, x: Tensor, token: Tensor | None = None) -> Tensor:
+        """Start a flight of the reduction, if it is due."""
+        flight = self.reduction[number]
+        return self.steps[flight.part][flight.index].start(self.local(flight.ungated, x, token), token)
+
+    def land(self, number: int, flying: Tensor, token: Tensor | None = None) -> Tensor:
+        """Wait for a flight of the reduction, and run the local stages behind it."""
+        flight = self.reduction[number]
+        wait = self.steps[flight.part][flight.index].wait
+        assert wait is not None
+        return self.local(flight.after, wait(flying, token), token)
+
+    def start_gather(self, source: Tensor, token: Tensor | None = None) -> Tensor:
+        """Run the stages of a use up to the one that flies. Return what it has in flight."""
+        assert self.gather is not None
+        for step in self.steps["use"][: self.gather + 1]:
+            source = step.start(source, token)
+        return source
+
+    def land_gather(self, flying: Tensor, token: Tensor | None = None) -> Tensor:
+        """Return the whole bucket for what :meth:`start_gather` has returned."""
+        assert self.gather is not None
+        wait = self.steps["use"][self.gather].wait
+        assert wait is not None
+        whole = wait(flying, token)
+        for step in self.steps["use"][self.gather + 1 :]:
+            whole = step.start(whole, token)
+        return whole
+
+    def reduced(self, packed: Tensor, token: Tensor | None = None) -> Tensor:
+        """Return the gradient of the shard for a packed gradient, all stages one after the other."""
+        for number in range(len(self.reduction)):
+            packed = self.land(number, self.start(number, packed, token), token)
+        return self.local(self.unreduced, packed, token)
+
+
+def is_opaque(stage: Stage) -> bool:
+    """Whether graphs have a stage as an operator that finds it by its place."""
+    return not stage.inlined and stage.call(Spec(0, torch.float32)) is None
+
+
+def lane_at(key: str) -> Lane:
+    """Return the lane with a key.
+
+    Raises:
+        RuntimeError: No bucket of this process has had such a lane.
+    """
+    lane = _lanes.get(key)
+    if lane is None:
+        raise RuntimeError(
+            f"A graph refers to lane {key}, which no bucket of this process has: it was compiled for a model that was "
+            "sharded with other settings or plug-ins. Shard the model as it was then, or compile again."
+        )
+    return lane
+
+
+class Plugin(Protocol):
+    """Changes lanes: what ``fully_shard_model(plugins=[...])`` takes. Immutable, and its ``repr`` says all."""
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        """Return another lane for a bucket.
+
+        Args:
+            lane: The strategy's lane, or what the plug-ins before have made of it.
+            ranks: The bucket's :class:`~..geometry.topology.Topology`.
+        """

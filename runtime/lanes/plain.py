@@ -1,0 +1,138 @@
+"""Plain stages, of which the strategies' lanes consist: casts, scaling, and the backend's collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from .stage import Call, Collective, Local, Spec, Stage, State
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Cast(Local):
+    """Cast to a dtype."""
+
+    dtype: torch.dtype
+    inlined = True
+
+    def out(self, spec: Spec) -> Spec:
+        return spec._replace(dtype=self.dtype)
+
+    def run(self, x: Tensor, state: State) -> Tensor:
+        return x.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Scale(Local):
+    """Multiply by a number."""
+
+    factor: float
+    inlined = True
+
+    def run(self, x: Tensor, state: State) -> Tensor:
+        return x * self.factor
+
+
+@dataclass(frozen=True)
+class Trim(Local):
+    """Take the first elements."""
+
+    numel: int
+    inlined = True
+
+    def out(self, spec: Spec) -> Spec:
+        return spec._replace(numel=self.numel)
+
+    def run(self, x: Tensor, state: State) -> Tensor:
+        return x[: self.numel]
+
+
+class _FromBackend(Collective):
+    """A functional collective of torch, whose result ``wait_tensor`` awaits."""
+
+    def wait(self, flying: Tensor, state: State) -> Tensor:
+        return compat.wait_tensor(flying)
+
+
+@dataclass(frozen=True)
+class AllGather(_FromBackend):
+    """Put the tensors of ranks together."""
+
+    gathers = True
+
+    @property
+    def text(self) -> str:
+        return f"gathered over {self.group.size} ranks"
+
+    def start(self, x: Tensor, state: State) -> Tensor:
+        return compat.all_gather(x, self.group.size, self.group.name)
+
+    def call(self, spec: Spec) -> Call:
+        return _c10d.all_gather_into_tensor.default, (self.group.size, self.group.name)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_FromBackend):
+    """Add the tensors of ranks, in the dtype and order of the backend. Each rank keeps its part.
+
+    Args:
+        op: ``"sum"`` or ``"avg"``.
+    """
+
+    op: str
+    scatters = sums = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.op} over {self.group.size} ranks"
+
+    def start(self, x: Tensor, state: State) -> Tensor:
+        return compat.reduce_scatter(x, self.op, self.group.size, self.group.name)
+
+    def call(self, spec: Spec) -> Call:
+        return _c10d.reduce_scatter_tensor.default, (self.op, self.group.size, self.group.name)
+
+
+@dataclass(frozen=True)
+class AllReduce(_FromBackend):
+    """Add the tensors of ranks, in the dtype and order of the backend. Each rank gets the sum.
+
+    Args:
+        op: ``"sum"`` or ``"avg"``.
+    """
+
+    op: str
+    sums = True
+
+    @property
+    def text(self) -> str:
+        return f"{self.op} over {self.group.size} ranks"
+
+    def start(self, x: Tensor, state: State) -> Tensor:
+        return compat.all_reduce(x, self.op, self.group.name)
+
+    def call(self, spec: Spec) -> Call:
+        return _c10d.all_reduce.default, (self.op, self.group.name)
+
+
+@dataclass(frozen=True)
+class AllToAll(_FromBackend):
+    """Send a part to each rank, and receive one from each: ``[ranks * n]`` to ``[ranks * n]``."""
+
+    @property
+    def text(self) -> str:
+        return f"exchanged over {self.group.size} ranks"
+
+    def start(self, x: Tensor, state: State) -> Tensor:
+        return torch.ops.mfsdp.exchange_slices(x, self.group.size, self.group.name)
+
+    def call(self, spec: Spec) -> Call:
+        return torch.ops.mfsdp.exchange_slices.default, (self.group.size, self.group.name)
+
+
+PLAIN: tuple[type[Stage], ...] = (Cast, Scale, Trim, AllGather, ReduceScatter, AllReduce, AllToAll)

@@ -1,0 +1,176 @@
+"""A stage: one step of a bucket's way. All that the rest of the package knows about how a bucket travels.
+
+A *local* stage computes: ``run(x, state)``. A *flying* stage communicates: ``start(x, state)`` returns what is in
+flight, and ``wait(flying, state)`` what has landed. ``x`` is one flat tensor. What is sent beside data, such as scales,
+goes into the same tensor.
+
+The eager path calls stages. AOTAutograd traces the same calls, so eager and compiled steps have the same bits. In a
+graph, a stage is a node of an operator that carries the digest of its lane, and its place there
+(``mfsdp::run_stage``, ``start_stage``, ``wait_stage``). Stages that consist of operators that passes know, or that
+have operators of their own, say so with :meth:`Stage.call`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..geometry.topology import Group
+
+
+class Spec(NamedTuple):
+    """A flat tensor that travels: ``[numel]``."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Cost(NamedTuple):
+    """What a stage costs a rank, for predictions. Nothing is measured.
+
+    Args:
+        sent: Bytes that this rank sends to others.
+        kernels: Bytes that each kernel reads and writes, one operator after the other.
+        fused: The same where a compiler fuses operators; None: as ``kernels``.
+    """
+
+    sent: int = 0
+    kernels: tuple[int, ...] = ()
+    fused: tuple[int, ...] | None = None
+
+
+Call = tuple[Any, tuple[Any, ...]]
+"""An operator, and its arguments behind the tensor and the token."""
+
+State = MutableMapping[str, Any]
+NO_STATE = cast(State, MappingProxyType({}))  # type: ignore[arg-type]
+"""State of stages that keep none. Writing to it raises TypeError."""
+
+
+class Stage:
+    """One step of a bucket's way: derive from :class:`Local`, :class:`Flying` or :class:`Collective`.
+
+    A stage is a frozen dataclass. Equal stages do the same, and their ``repr`` says all that this depends on. What a
+    stage remembers, it keeps in ``state``.
+
+    Attributes:
+        group: Ranks that communicate; None: this rank alone.
+        flies: Whether it has ``start`` and ``wait``; otherwise it has ``run``.
+        gathers: Whether ranks of the group put their tensors together, in the order of ranks.
+        scatters: Whether each rank keeps its part.
+        sums: Whether what ranks have is added.
+        error: Relative error that it may add to the largest value of a tensor: of rounding, 0.0 if it is exact.
+        keeps_state: Whether ``state`` is a dict that lasts from call to call, one for each bucket and place. Otherwise
+            it is a mapping that cannot be written to.
+        inlined: Whether graphs have the operators of ``run`` in its place. Only for stages that passes know.
+
+    What a stage means (``gathers``, ``scatters``, ``sums``) is what the verifier counts. When a model is sharded, lanes
+    with stages that are not plain are run on small integers, and must do what they say; see :mod:`.probe`.
+    """
+
+    group: Group | None
+    flies: ClassVar[bool]
+    gathers: ClassVar[bool] = False
+    scatters: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    error: ClassVar[float] = 0.0
+    keeps_state: ClassVar[bool] = False
+    inlined: ClassVar[bool] = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks whose tensors it puts together, parts or adds."""
+        return self.group.size if self.group is not None else 1
+
+    def out(self, spec: Spec) -> Spec:
+        """Return what the stage makes of ``spec``. By default a tensor of the same dtype, of the size that the stage
+        means."""
+        if self.gathers:
+            return spec._replace(numel=spec.numel * self.ranks)
+        return spec._replace(numel=spec.numel // self.ranks) if self.scatters else spec
+
+    def flight(self, spec: Spec) -> Spec:
+        """Return what ``start`` returns. By default the same as :meth:`out`."""
+        return self.out(spec)
+
+    def run(self, x: Tensor, state: State) -> Tensor:
+        """Compute. The result is ``x`` itself, or shares no memory with it."""
+        raise NotImplementedError(f"{type(self).__name__} has no run(x, state).")
+
+    def start(self, x: Tensor, state: State) -> Tensor:
+        """Start to communicate. Nobody writes to ``x``, or to the result, until :meth:`wait` has returned."""
+        raise NotImplementedError(f"{type(self).__name__} flies, but has no start(x, state).")
+
+    def wait(self, flying: Tensor, state: State) -> Tensor:
+        """Wait for what ``start`` returned. Return what has landed: ``flying`` itself, or other memory."""
+        raise NotImplementedError(f"{type(self).__name__} flies, but has no wait(flying, state).")
+
+    def cost(self, spec: Spec) -> Cost:
+        """Return what the stage costs for ``spec``. By default what it means, and of a local one a kernel."""
+        if self.group is None:
+            moved = spec.bytes + self.out(spec).bytes
+            return Cost(kernels=(moved,))
+        size, others = spec.bytes, self.group.size - 1
+        if self.gathers:
+            return Cost(sent=size * others)
+        sent = size * others // self.group.size
+        return Cost(sent=2 * sent if self.sums and not self.scatters else sent)
+
+    @property
+    def text(self) -> str:
+        """What schedules print, and ranks compare: the same on all ranks.
+
+        It names all that the stage depends on, so that ranks with other settings are found out.
+        """
+        settings = [
+            f"{field.name}={getattr(self, field.name)!r}" for field in fields(cast(Any, self)) if field.name != "group"
+        ]
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", type(self).__name__).lower()
+        over = [f"over {self.group.size} ranks"] if self.group is not None else []
+        return " ".join([words, *settings, *over])
+
+    # -- in graphs ----------------------------------------------------------------------------------------------------
+
+    def call(self, spec: Spec) -> Call | None:
+        """Return the operator that stands for :meth:`run` or :meth:`start` in graphs.
+
+        None: one that finds the stage by its place, ``mfsdp::run_stage`` or ``mfsdp::start_stage``; the wait is
+        ``mfsdp::wait_stage``. A flying stage with an operator of its own is awaited by ``wait_tensor``.
+        """
+        return None
+
+
+class Local(Stage):
+    """A stage that computes: it has ``run``."""
+
+    group = None
+    flies = False
+
+
+class Flying(Stage):
+    """A stage that starts now and lands later, on this rank alone: it has ``start`` and ``wait``."""
+
+    group = None
+    flies = True
+
+
+@dataclass(frozen=True)
+class Collective(Stage):
+    """A stage in which ranks communicate: it has ``start`` and ``wait``."""
+
+    group: Group
+    flies = True
+
+
+compiled_operators: dict[Any, Callable[..., Any]] = {}
+"""Lowerings of local stages' operators, which Inductor compiles with what is around them."""
