@@ -5,7 +5,7 @@ Names and arguments are those of Megatron-FSDP. :mod:`.sharding` does what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
+from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.nearest import names_arguments
 from mfsdp_compile.runtime.plan.communicators import Communication
@@ -94,6 +95,7 @@ def fully_shard_model(
     communication: Communication | Mapping[str, Any] | None = None,
     buffer_allocator: Allocate | None = None,
     ignored_params: Collection[nn.Parameter] = (),
+    plugins: Sequence[Plugin] = (),
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None,
     offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None,
 ) -> MegatronFSDP:
@@ -231,6 +233,8 @@ def fully_shard_model(
             for copies of the model. Needs buffers (``fsdp_double_buffer``, ``maxpool_double_buffer``), and excludes
             ``nccl_ub``, whose buffers NCCL allocates. Memory that is used while all buffers are in use is torch's.
             None: torch allocates.
+        plugins: What changes how buckets travel, in order: functions that take a :class:`~mfsdp_compile.stages.Lane`
+            and the ranks, and return a lane with other stages. See docs/write_a_stage.md.
         ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor
             compared between ranks. Their gradients are this rank's own; reduce them yourself.
         reshard_after_forward: Whether parameters are released after forward and gathered again in backward. A number n

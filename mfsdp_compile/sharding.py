@@ -108,6 +108,7 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
         symmetric=not given.disable_symmetric_registration,
         communication=Communication.of(given.communication),
         keeps_transposes=given.keep_fp8_transpose_cache,
+        plugins=tuple(given.plugins),
         ignored=frozenset(given.ignored_params),
         reshard_after_forward=_resharding(given.reshard_after_forward, module, topology),
         offload=_offloading(given.offload_policy, module),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
+from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.communicators import Communication
@@ -76,6 +77,7 @@ class Arguments:
     communication: Communication | Mapping[str, Any] | None = None
     buffer_allocator: Allocate | None = None
     ignored_params: Collection[nn.Parameter] = ()
+    plugins: Sequence[Plugin] = ()
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None
     offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None
 
@@ -147,6 +149,11 @@ class Arguments:
         ignored = self.ignored_params
         if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
             raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
+        if not isinstance(self.plugins, Sequence) or not all(map(callable, self.plugins)):
+            raise TypeError(
+                f"plugins takes a list of functions (lane, ranks) -> lane, got {reprlib.repr(self.plugins)}; see "
+                "docs/write_a_stage.md."
+            )
         units = self.fsdp_unit_modules
         if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
             raise TypeError(

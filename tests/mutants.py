@@ -439,8 +439,8 @@ def frozen_reduced(s: Subject) -> Iterator[Change]:
 def _reduce(s: Subject, bucket: int, info: BucketInfo, near: ReductionFlow, source: fx.Node) -> None:
     exchange = info.exchange
     pack = call(near.pack, PACK, [source], [0], info.layout.numel, exchange.comm_dtype, bucket=bucket)
-    size, group = exchange.group_sizes[0], exchange.groups[0]
-    start = call(pack, c10d.reduce_scatter_tensor.default, pack, exchange.reduce_op, size, group, bucket=bucket)
+    group = exchange.lane.groups[0]
+    start = call(pack, c10d.reduce_scatter_tensor.default, pack, "avg", group.size, group.name, bucket=bucket)
     s.save(call(start, WAIT, start, bucket=bucket))
 
 
@@ -516,7 +516,7 @@ def gradient_replaced(s: Subject) -> Iterator[Change]:
 
 def _group_argument(node: fx.Node) -> int:
     names = [argument.name for argument in node.target._schema.arguments]
-    return names.index("group_name" if "group_name" in names else "group")
+    return names.index(next(name for name in ("group_name", "group", "lane") if name in names))
 
 
 def other_group(s: Subject) -> Iterator[Change]:
@@ -561,8 +561,7 @@ def other_operator(s: Subject) -> Iterator[Change]:
         for launch in reduction.stages:
             node = launch.node
             if node.target is torch.ops.mfsdp.reduce_if_due.default:
-                other = "all_reduce" if node.args[2] == "reduce_scatter" else "reduce_scatter"
-                yield set_arg(node, 2, other)
+                yield set_arg(node, 3, "each" if node.args[3] == "due" else "due")
             elif node.target is c10d.reduce_scatter_tensor.default:
 
                 def change(node: fx.Node = node) -> None:
@@ -611,7 +610,7 @@ def stage_added(s: Subject) -> Iterator[Change]:
     for reduction in s.packs:
 
         def change(r: ReductionFlow = reduction) -> None:
-            last, group = r.stages[-1].waits[0], s.info(r.bucket).exchange.groups[-1]
+            last, group = r.stages[-1].waits[0], s.info(r.bucket).exchange.lane.group_names[-1]
             start = call(last, c10d.all_reduce.default, last, "sum", group, bucket=r.bucket)
             wait = call(start, WAIT, start, bucket=r.bucket)
             last.replace_all_uses_with(wait, lambda user: user is not start)
@@ -838,9 +837,19 @@ def gradient_scaled(s: Subject) -> Iterator[Change]:
 
 def never_waits(s: Subject) -> Iterator[Change]:
     """Gradients that were reduced are reduced again with the next microbatch."""
-    for _, stage in _stages(s):
+    for reduction, stage in _stages(s):
         if stage.node.target is torch.ops.mfsdp.reduce_if_due.default:
-            yield set_arg(stage.node, 3, "always")
+            flight = next(
+                f for f in s.info(reduction.bucket).exchange.lane.reduction if (f.part, f.index) == stage.node.args[3:]
+            )
+            operator, arguments = flight.stage.call(
+                s.info(reduction.bucket).exchange.lane.spec(flight.part, flight.index)
+            )
+
+            def change(node: fx.Node = stage.node, operator: Any = operator, arguments: Any = arguments) -> None:
+                node.target, node.args = operator, (node.args[0], *arguments)
+
+            yield change
 
 
 def another_sum_reduced(s: Subject) -> Iterator[Change]:
@@ -852,48 +861,48 @@ def another_sum_reduced(s: Subject) -> Iterator[Change]:
                 yield set_arg(stage.node, 1, token)
 
 
+def _local(s: Subject, name: str) -> list[fx.Node]:
+    """Return the nodes of an operator of a local stage."""
+    return list(s.graph.find_nodes(op="call_function", target=getattr(torch.ops.mfsdp, name).default))
+
+
 def slices_summed_otherwise(s: Subject) -> Iterator[Change]:
     """Slices of fewer ranks are summed, each of them of two ranks."""
-    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
-        yield set_arg(wait, 1, 1)
+    for node in _local(s, "sum_slices"):
+        yield set_arg(node, 1, 1)
 
 
 def slices_not_summed(s: Subject) -> Iterator[Change]:
-    """A wait returns the slices themselves."""
-    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
-
-        def change(wait: fx.Node = wait) -> None:
-            wait.target, wait.args = WAIT, wait.args[:1]
-
-        yield change
+    """The slices themselves are the gradient."""
+    for node in _local(s, "sum_slices"):
+        yield lambda node=node: node.replace_all_uses_with(node.args[0])
 
 
 def slices_sent_in_another_format(s: Subject) -> Iterator[Change]:
     """Other ranks decode what they were not sent."""
-    for send in s.graph.find_nodes(op="call_function", target=roles.EXCHANGE_SLICES):
-        if len(send.args) > 3:
-            yield set_arg(send, 3, "float8_e5m2")
+    for node in _local(s, "encode_slices"):
+        if node.args[2]:
+            yield set_arg(node, 2, "float8_e5m2")
 
 
 def slices_in_another_order(s: Subject) -> Iterator[Change]:
     """Ranks get slices of others, as those of one level in two."""
-    for send in s.graph.find_nodes(op="call_function", target=roles.EXCHANGE_SLICES):
-        if len(send.args) > 4:
-            yield set_arg(send, 4, 1 if send.args[4] > 1 else 2)
+    for node in _local(s, "encode_slices"):
+        yield set_arg(node, 3, 1 if node.args[3] > 1 else 2)
 
 
 def slices_in_another_format(s: Subject) -> Iterator[Change]:
     """Slices are decoded in another format, or as another number of values."""
-    for wait in s.graph.find_nodes(op="call_function", target=roles.WAIT_SUMMED):
-        if wait.args[2:3] not in ((), ("",)):
-            yield set_arg(wait, 2, "float8_e5m2")
-            yield set_arg(wait, 3, wait.args[3] - 1)
+    for node in _local(s, "sum_slices"):
+        if node.args[2]:
+            yield set_arg(node, 2, "float8_e5m2")
+            yield set_arg(node, 3, node.args[3] - 1)
 
 
 def scaled_too_late(s: Subject) -> Iterator[Change]:
     """The sum of float16 gradients may overflow."""
     for reduction in s.packs:
-        if reduction.before[0] and s.info(reduction.bucket).exchange.scales_first:
+        if reduction.before[0] and s.info(reduction.bucket).exchange.lane.pack:
 
             def change(r: ReductionFlow = reduction) -> None:
                 scale, last = r.before[0][0], r.stages[-1].waits[0]

@@ -13,8 +13,12 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
 from mfsdp_compile.passes.solver.step_events import StepOutlines
-from mfsdp_compile.runtime.geometry.exchange import Exchange, When
+from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.geometry.topology import Group
+from mfsdp_compile.runtime.lanes.lane import Lane
+from mfsdp_compile.runtime.lanes.plain import AllGather, ReduceScatter
+from mfsdp_compile.runtime.lanes.stage import Spec
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
@@ -41,7 +45,7 @@ COSTS = CostModel(MACHINE, fused=True)
 def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any) -> BucketInfo:
     """Return a bucket of one float32 parameter over four ranks of a node.
 
-    ``changes`` are fields of the bucket or of its exchange.
+    ``changes`` are fields of the bucket, of its exchange, or parts of its lane.
     """
     ranks = changes.pop("ranks", RANKS)
     layout = BucketLayout(4, ranks, numel // ranks, (Slot("w", (numel,), 0),), alignment_bytes=4)
@@ -54,15 +58,19 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
         gather_size=ranks,
         gather_group="gathers",
         comm_dtype=torch.float32,
-        reduce_op="avg",
-        scale=1.0,
-        collectives=["reduce_scatter"],
-        when=[When.ALWAYS.value],
-        group_sizes=[ranks],
-        groups=["reductions"],
-        inspected=False,
+        lane_key="",
     )
     of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
+    whole, packed = Spec(numel, torch.float32), Spec(numel, of_exchange.get("comm_dtype", torch.float32))
+    lane = Lane(
+        Spec(numel // ranks, torch.float32),
+        whole,
+        packed,
+        use=(AllGather(Group("gathers", ranks, 0)),),
+        each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
+        due=changes.pop("due", ()),
+    )
+    of_exchange["lane_key"] = lane.key
     info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)
     return replace(info, **changes)
 

@@ -6,6 +6,7 @@ import operator
 
 from torch import fx
 
+from mfsdp_compile.runtime.lanes.plain import Cast
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
@@ -28,7 +29,13 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(launch.source).root), is_of_portions(found, contract, launch)
         quantized = info.exchange.is_quantized and not of_portions
-        dtype = info.exchange.sent_dtype if quantized else info.exchange.held_dtype
+        lane = info.exchange.lane
+        sent = info.exchange.sent_numel, info.exchange.sent_dtype
+        if not quantized:
+            sent = info.layout.numel, info.exchange.held_dtype
+        if not (quantized or of_portions) and lane.gather is not None:
+            sent = lane.flight_spec("use", lane.gather)
+        numel, dtype = sent
         if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket
@@ -37,10 +44,10 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         elif quantized != (role is not None and role.kind is NodeKind.QUANTIZED):
             source = f"its {role.kind.value}" if role is not None else str(launch.source)
             yield f"it is gathered from {source}", launch.node, launch.bucket
+        casts = {info.exchange.dtype, *(stage.dtype for stage in lane.use if isinstance(stage, Cast))}
         for cast in launch.casts:
-            if (cast_to := tensor_of(cast)) is not None and cast_to.dtype != info.exchange.dtype:
+            if (cast_to := tensor_of(cast)) is not None and cast_to.dtype not in casts:
                 yield f"it is cast to {cast_to.dtype} before it is sent", cast, launch.bucket
-        numel = info.exchange.sent_numel if quantized else info.layout.numel
         if value is not None and (value.dtype, value.numel()) != (dtype, numel):
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {numel} of {dtype}"
             yield what, launch.node, launch.bucket

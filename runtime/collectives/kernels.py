@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import compat
 from ..formats import quantize
 from ..geometry.exchange import Buffers, split_sizes
+from ..lanes import running
 from ..lanes.lane import lane_at
 from ..memory import host
 from ..memory.comm_buffers import take
@@ -20,7 +21,7 @@ from ..ranks import profiling
 from ..step import graph_runs
 from .fakes import like
 from .library import library
-from .stages import run_stage, start_flight, start_stage, wait_stage
+from .stages import start_flight, state_of
 
 
 @torch.library.impl(library, "wait_quantized", "CompositeExplicitAutograd")
@@ -112,12 +113,13 @@ def _run_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int
     way = lane_at(lane)
     if _is_skipped(token, part):
         return like(x, way.spec(part, index + 1)).zero_()
-    return run_stage(way, part, index, x, token)
+    return running.run(way, part, index, x, state_of(way, part, index, token))
 
 
 @torch.library.impl(library, "start_stage", "CompositeExplicitAutograd")
 def _start_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
-    return start_stage(lane_at(lane), part, index, x, token)
+    way = lane_at(lane)
+    return running.start(way, part, index, x, state_of(way, part, index, token))
 
 
 @torch.library.impl(library, "wait_stage", "CompositeExplicitAutograd")
@@ -125,7 +127,7 @@ def _wait_stage(flying: Tensor, token: Tensor | None, lane: str, part: str, inde
     way = lane_at(lane)
     if _is_skipped(token, part):
         return like(flying, way.spec(part, index + 1)).zero_()
-    return wait_stage(way, part, index, flying, token)
+    return running.wait(way, part, index, flying, state_of(way, part, index, token))
 
 
 def _is_skipped(token: Tensor | None, part: str) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..formats import forms, quantize
 from ..formats.extension import FORM
+from ..lanes.check import is_own
 from ..lanes.lane import Plugin
 from ..lanes.strategies import lane_of
 from ..owner import ModuleRef, refuse_dropped
@@ -139,6 +140,16 @@ class BucketPlan:
     def grad_attribute(self) -> str:
         """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
+
+    @property
+    def is_changed_by_user(self) -> bool:
+        """Whether a plug-in that is not part of the package changes its lane."""
+        return not all(map(is_own, self.plugins))
+
+    @property
+    def travels_plainly(self) -> bool:
+        """Whether it is gathered in its compute dtype, by stages."""
+        return not (self.scaling or self.is_extension)
 
     @property
     def uses_shard(self) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import compat
 from ..geometry.topology import Group
-from .plain import PLAIN, Scale
+from .plain import Scale, is_plain
 from .stage import NO_STATE, Call, Spec, Stage
 
 Stages = tuple[Stage, ...]
@@ -142,7 +142,7 @@ class Lane:
     @functools.cached_property
     def plain_parts(self) -> frozenset[str]:
         """Parts without a stage of a plug-in."""
-        return frozenset(part for part in PARTS if all(isinstance(stage, PLAIN) for stage in self[part]))
+        return frozenset(part for part in PARTS if all(is_plain(stage) for stage in self[part]))
 
     def places(self, part: str) -> list[tuple[str, int]]:
         """Return the places of the stages of a part."""
@@ -236,7 +236,10 @@ class Lane:
     @functools.cached_property
     def key(self) -> str:
         """A digest of all that the lane says, under which :func:`lane_at` finds it."""
-        key = hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        flights = [
+            self.flight_spec(part, index) for part in PARTS for index, stage in enumerate(self[part]) if stage.flies
+        ]
+        key = hashlib.sha256(repr((self, self._specs, flights)).encode()).hexdigest()[:16]
         _lanes[key] = self
         return key
 

@@ -135,4 +135,9 @@ class AllToAll(_FromBackend):
         return torch.ops.mfsdp.exchange_slices.default, (self.group.size, self.group.name)
 
 
-PLAIN: tuple[type[Stage], ...] = (Cast, Scale, Trim, AllGather, ReduceScatter, AllReduce, AllToAll)
+_PLAIN: tuple[type[Stage], ...] = (Cast, Scale, Trim, AllGather, ReduceScatter, AllReduce, AllToAll)
+
+
+def is_plain(stage: Stage) -> bool:
+    """Whether a stage is one of this module's, and not one derived from it."""
+    return type(stage) in _PLAIN

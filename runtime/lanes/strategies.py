@@ -21,7 +21,8 @@ import torch
 
 from ..geometry.layout import BucketLayout
 from ..geometry.topology import Group, Topology
-from .lane import Lane, Plugin, Stages
+from .check import check
+from .lane import GATHERING, Lane, Plugin, Stages
 from .plain import AllGather, AllReduce, Cast, ReduceScatter, Scale
 from .stage import Spec
 
@@ -44,16 +45,32 @@ class BucketFacts(Protocol):
     @property
     def inspected(self) -> bool: ...
     @property
+    def name(self) -> str: ...
+    @property
+    def travels_plainly(self) -> bool: ...
+    @property
     def plugins(self) -> tuple[Plugin, ...]: ...
     @property
     def uses_shard(self) -> bool: ...
 
 
 def lane_of(bucket: BucketFacts, topology: Topology) -> Lane:
-    """Return the lane of a bucket."""
-    lane = plain_lane(bucket, topology)
+    """Return the lane of a bucket.
+
+    Raises:
+        ValueError: A plug-in has made something else of it; see :func:`.check.check`.
+        NotImplementedError: A plug-in changes how a bucket is gathered that is not gathered by stages.
+    """
+    lane = plain = plain_lane(bucket, topology)
     for plugin in bucket.plugins:
         lane = plugin(lane, topology)
+        check(lane, plain, bucket.name, plugin)
+    if not (bucket.travels_plainly or lane.plain_parts.issuperset(GATHERING)):
+        raise NotImplementedError(
+            f"Bucket {bucket.name!r} is gathered in float8 or float4, or gathers itself, which is not made of stages: "
+            f"{bucket.plugins[-1]!r} cannot change how it is gathered. Leave it out of the plug-in, or gather the "
+            "bucket in its compute dtype."
+        )
     return lane
 
 

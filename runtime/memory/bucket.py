@@ -32,7 +32,7 @@ from ..geometry.bucket_plan import BucketPlan, ParamLocation
 from ..geometry.partition import Partition, local_part
 from ..geometry.topology import Accumulation, Topology
 from ..lanes.lane import Lane
-from ..lanes.stage import NO_STATE, State
+from ..lanes.stage import State
 from ..owner import Owned, refuse_dropped
 from .aliases import Backing
 from .comm_buffers import BufferPool
@@ -304,11 +304,9 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         """How the bucket travels."""
         return self.exchange.lane
 
-    def state_of(self, part: str, index: int) -> State:
-        """Return what a stage of the lane remembers of the bucket."""
-        if not self.lane[part][index].keeps_state:
-            return NO_STATE
-        return self.stage_states.setdefault((self.exchange.lane_key, part, index), {})
+    def state_of(self, lane: Lane, part: str, index: int) -> State:
+        """Return what a stage of a lane remembers of the bucket."""
+        return self.stage_states.setdefault((lane.key, part, index), {})
 
     @property
     def _deferred_dtype(self) -> torch.dtype:

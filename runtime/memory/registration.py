@@ -95,10 +95,7 @@ class Registration:
             return False
         device = buckets[0].device
         groups = dict.fromkeys(
-            group
-            for bucket in buckets
-            for group in (bucket.exchange.gather_group, *bucket.lane.group_names)
-            if group
+            group for bucket in buckets for group in (bucket.exchange.gather_group, *bucket.lane.group_names) if group
         )
         backends = [(group, compat.nccl_backend(group, device)) for group in groups]
         backends = [(group, backend) for group, backend in backends if backend is not None]

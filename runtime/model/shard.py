@@ -27,6 +27,9 @@ from ..geometry.layout import LayoutPolicy
 from ..geometry.topology import Topology
 from ..guests.sums_in_order.stages import sums_of
 from ..init import meta
+from ..lanes.lane import Lane, Plugin
+from ..lanes.probe import probe
+from ..lanes.strategies import lane_of, plain_lane
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
 from ..memory.bucket import Bucket, ParamHandle
@@ -75,6 +78,7 @@ class ShardingOptions:
         symmetric: Whether they are registered as symmetric memory, if NCCL has that.
         communication: Communicators, and NCCL's settings for them.
         keeps_transposes: See :class:`~.plan.buckets.BucketPlanner`.
+        plugins: What changes lanes, of all buckets.
         ignored: Parameters that are not sharded, moved or reduced.
         reshard_after_forward: Function that returns for each unit what its buckets have; see
             :class:`~..geometry.bucket_plan.BucketPlan`.
@@ -96,6 +100,7 @@ class ShardingOptions:
     registers: Literal["now", "later", "never"] = "never"
     symmetric: bool = True
     communication: Communication = field(default_factory=Communication)
+    plugins: tuple[Plugin, ...] = ()
     by_module: bool = False
     keeps_transposes: bool = False
     ignored: frozenset[nn.Parameter] = frozenset()
@@ -132,6 +137,7 @@ def shard_model(
         members.make_communicators(options.communication, options.overlap)
         for size in sorted({sums.within for bucket in plan.buckets if (sums := sums_of(bucket.plugins))} - {0}):
             members.topology.make_levels(size)
+        _probe(plan, members, device)
         if options.registers != "never":
             check_allocator(members.group_names, device)
         coordinator = Coordinator(members, type(module).__name__, [name for name, _ in module.named_parameters()])
@@ -176,6 +182,24 @@ def shard_model(
         if (held := reference()) is not None:
             retire(held, name, successor)
     return sharded
+
+
+def _probe(plan: ModelPlan, members: Membership, device: torch.device) -> None:
+    """Run lanes that the user's plug-ins have changed on small integers, once for each kind of bucket."""
+    found: dict[str, tuple[str, Lane, Lane, Topology]] = {}
+    for bucket in plan.buckets:
+        topology = members.topologies[bucket.is_expert]
+        if bucket.is_changed_by_user and compat.is_real_group(topology.every.name):
+            lane = lane_of(bucket, topology)
+            found.setdefault(lane.key, (bucket.name, lane, plain_lane(bucket, topology), topology))
+    probe(found.values(), device)
+
+
+def _lanes(plan: ModelPlan, topologies: Sequence[Topology]) -> list[str]:
+    """Return what the user's plug-ins have made of lanes, for comparison between ranks."""
+    changed = [bucket for bucket in plan.buckets if bucket.is_changed_by_user]
+    lanes = [lane_of(bucket, topologies[-1 if bucket.is_expert else 0]) for bucket in changed]
+    return [f"lane of {bucket.name}: {lane.text}" for bucket, lane in zip(changed, lanes, strict=True)]
 
 
 def _agree_on_plan(
@@ -229,6 +253,7 @@ def _agree_on_plan(
             frozenset(options.whole),
             own,
             options.keeps_transposes,
+            options.plugins,
         )
         plan = ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy)
         plan = plan.with_resharding(options.reshard_after_forward)
@@ -236,6 +261,7 @@ def _agree_on_plan(
         return [
             *_settings(topology, own, options),
             *found[0].describe(options.check_values),
+            *_lanes(found[0], communicating),
             *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]
 

@@ -15,6 +15,7 @@ from ..geometry.bucket_plan import BucketPlan, ParamLocation
 from ..geometry.layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
 from ..geometry.partition import local_shape
 from ..geometry.topology import Topology
+from ..lanes.lane import Plugin
 from .experts import ExpertPlacement
 from .precision import GradientPolicy, Scaling
 from .precision_plan import PrecisionPlan
@@ -43,6 +44,7 @@ class BucketPlanner:
         experts: Which parameters are experts. None: none are.
         keeps_transposes: Whether the transposed planes of weights in fp8, which some devices need in backward, are made
             in forward and kept.
+        plugins: What changes the lanes of all buckets.
     """
 
     topology: Topology
@@ -52,6 +54,7 @@ class BucketPlanner:
     whole: frozenset[str]
     experts: ExpertPlacement | None = None
     keeps_transposes: bool = False
+    plugins: tuple[Plugin, ...] = ()
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
         """Plan the buckets of a unit: one for each policy, dtype, ``requires_grad``, topology and way to be quantized,
@@ -132,6 +135,7 @@ class BucketPlanner:
     def _policy(self, scaling: str, is_complex: bool) -> LayoutPolicy:
         """Return the limits for layouts whose shards must not cut blocks of a scaling, or complex numbers."""
         policy, block = self.layout_policy or LayoutPolicy(), max(quantize.block_numel(scaling), 1 + is_complex)
+        block = max(block, *(getattr(plugin, "block_numel", 1) for plugin in self.plugins), 1)
         cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
         return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
@@ -162,8 +166,8 @@ class BucketPlanner:
         self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         policy = self.precision.policy_at(dtypes.position)
-        plugins = policy.plugins(self.topology, within=not is_expert)
-        averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not plugins
+        own = policy.plugins(self.topology, within=not is_expert)
+        averages = self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE and not own
         return BucketPlan(
             name=unit.name,
             unit=unit.name,
@@ -174,7 +178,7 @@ class BucketPlanner:
             requires_grad=requires_grad,
             grad_dtype=policy.grad_dtype(dtypes.model),
             comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
-            plugins=plugins,
+            plugins=(*own, *self.plugins),
             policy=dtypes.position,
             reduce_op="avg" if averages else "sum",
             scale=self._scale(is_expert, averages),

@@ -17,6 +17,7 @@ from ..formats import extension, quantize
 from ..geometry.bucket_plan import BucketPlan, Offload
 from ..geometry.partition import Partition, Peers, local_part, model_ranks
 from ..geometry.topology import Topology
+from ..lanes.check import is_own
 from ..memory.bucket import is_homeless
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.tensor import RowShardedTensor
@@ -353,7 +354,7 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 def _bucket(bucket: BucketPlan) -> str:
     digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
     dtypes = f"gathered in {bucket.compute_dtype}, main dtype {bucket.main_dtype}"
-    how = "".join(map(str, bucket.plugins))
+    how = "".join(str(plugin) for plugin in bucket.plugins if is_own(plugin))
     reduced = f", reduced in {bucket.comm_dtype}{how}, summed in {bucket.grad_dtype}"
     reshard = bucket.reshard_after_forward
     more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"

@@ -212,7 +212,7 @@ class _Recorder(TorchDispatchMode):
         if operator in _ALLOCATING or not (new or targets or operator == "wait_tensor"):
             return result  # memory, or a view
         read = [tensor for tensor in given if not any(tensor is other for other in targets)]
-        if operator in ("wait_quantized", "wait_summed"):  # wait, and then compute
+        if operator == "wait_quantized":  # wait, and then compute
             wait = str(torch.ops._c10d_functional.wait_tensor.default)
             self.recording.events.append(Event(wait, (self._span(given[0]),), ()))
         if operator == "gather_into_buffer":

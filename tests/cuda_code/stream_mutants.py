@@ -126,9 +126,9 @@ MUTANTS = {
         "registered twice",
     ),
     "a reduction of another kind on one rank": Mutant(
-        "runtime/collectives/reduce.py",
-        "        return start_by_name(gradient, collective, op, size, group)\n",
-        '        return start_by_name(gradient, collective, "max", size, group)\n',
+        "runtime/lanes/plain.py",
+        "        return _c10d.reduce_scatter_tensor.default, (self.op, self.group.size, self.group.name)\n",
+        '        return _c10d.reduce_scatter_tensor.default, ("max", self.group.size, self.group.name)\n',
         "full:eager",
         "rank 1 starts reduce_scatter_tensor",
         rank=1,

@@ -211,17 +211,17 @@ def gathers() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def reductions() -> Iterator[list[str]]:
     """Record every collective of the eager path that reduces gradients."""
-    from mfsdp_compile.runtime.eager import reducing
+    from mfsdp_compile.runtime.lanes.lane import Lane
 
     found: list[str] = []
-    plain = reducing.start_stage
+    plain = Lane.start
 
-    def start(gradient: Tensor, stage: int, exchange: Any, token: Any) -> Tensor:
-        if exchange.when[stage] == "always":
-            found.append(exchange.collectives[stage])
-        return plain(gradient, stage, exchange, token)
+    def start(lane: Any, number: int, gradient: Tensor, token: Any = None) -> Tensor:
+        if not lane.reduction[number].may_wait:
+            found.append(type(lane.reduction[number].stage).__name__)
+        return plain(lane, number, gradient, token)
 
-    with mock.patch.object(reducing, "start_stage", start):
+    with mock.patch.object(Lane, "start", start):
         yield found
 
 
@@ -363,7 +363,7 @@ def test_hybrid() -> None:
     ours.set_requires_all_reduce(False)
     with reductions() as found:
         ours(torch.randn(6, 8)).sum().backward()
-    assert found == ["reduce_scatter"] * 5
+    assert found == ["ReduceScatter"] * 5
 
 
 @on_ranks(2)

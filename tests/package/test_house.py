@@ -26,7 +26,7 @@ LAYERS = [
     {
         f"mfsdp_compile.runtime.{name}"
         for name in (
-            *("digests", "formats", "geometry", "memory", "nearest", "observers", "owner", "program_lines"),
+            *("digests", "formats", "geometry", "lanes", "memory", "nearest", "observers", "owner", "program_lines"),
             *("schedule", "untrusted_files"),
         )
     },
@@ -41,9 +41,12 @@ READ_BY_PASSES = {
         "collectives.fakes",
         "formats.fp8_linear",
         "formats.quantize",
-        "formats.wire",
         "geometry.exchange",
         "geometry.layout",
+        "geometry.topology",
+        "lanes.lane",
+        "lanes.plain",
+        "lanes.stage",
     ),
     *("nearest", "schedule.decisions", "schedule.file", "schedule.phase", "schedule.policy", "schedule.text"),
     "untrusted_files",

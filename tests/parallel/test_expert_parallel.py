@@ -791,7 +791,7 @@ def test_experts_alone_have_no_collectives() -> None:
         model = make(mesh, config)
         (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
         assert not experts.exchange.gather_group
-        assert experts.exchange.group_sizes == groups
+        assert [group.size for group in experts.lane.groups] == groups
         if not groups:  # they are used where they lie at rest, without a copy
             (mixture,) = (module for module in model.modules() if isinstance(module, Mixture))
             read: list[int] = []
@@ -801,7 +801,7 @@ def test_experts_alone_have_no_collectives() -> None:
             loss_of(model, batches(0)[0][dist.get_rank()])
             assert read == [experts.flat.untyped_storage().data_ptr()]
     model = make("1 x 4", config, report_nan_in_param_grad=True)  # the start of a reduction inspects gradients
-    assert all(bucket.exchange.inspected and bucket.exchange.groups for bucket in model.sharded.buckets)
+    assert all(bucket.lane.inspected and bucket.lane.reduction for bucket in model.sharded.buckets)
 
 
 @pytest.mark.long

@@ -16,6 +16,8 @@ from torch import fx
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds, tile_efficiency
 from mfsdp_compile.passes.solver.flow import Category, flow_of
 from mfsdp_compile.passes.solver.kernels import Kernel, kernels, value_bytes
+from mfsdp_compile.runtime.geometry.topology import Group
+from mfsdp_compile.runtime.lanes.plain import AllReduce, ReduceScatter
 
 aten = torch.ops.aten
 US = 1e-6
@@ -370,10 +372,7 @@ def test_more_bytes_never_take_less_time(kind: str, size: int, more: int, ranks:
 # -- buckets ----------------------------------------------------------------------------------------------------------
 
 HSDP: dict[str, Any] = {
-    "collectives": ["reduce_scatter", "all_reduce"],
-    "group_sizes": [4, 8],
-    "groups": ["inner", "outer"],
-    "reduce_strides": (1, 4),
+    "each": (ReduceScatter(Group("inner", 4, 0), "avg"), AllReduce(Group("outer", 8, 0, 4), "avg")),
 }
 
 

@@ -40,6 +40,7 @@ from mfsdp_compile.planning.sizes import best_size, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -87,9 +88,11 @@ def test_sums_in_two_levels_are_tried_over_several_nodes() -> None:
     def exchange(name: str) -> Any:
         return problem_of(job, traced_llama(10), rows[name].candidate).context.buckets[1].exchange
 
-    assert exchange("ZeRO-3").collectives == ["all_to_all"]
-    levels = exchange("ZeRO-3, sums within 2")
-    assert (levels.collectives, levels.group_sizes) == (["all_to_all/2", "all_to_all:int8"], [2, 2])
+    assert stages(exchange("ZeRO-3").lane) == ["AllToAll", "SumSlices"]
+    levels = exchange("ZeRO-3, sums within 2").lane
+    assert stages(levels) == [*["EncodeSlices", "AllToAll", "SumSlices"] * 2]
+    assert [group.size for group in levels.groups] == [2, 2]
+    assert [(stage.format, stage.pieces) for stage in levels.each[::3]] == [("", 2), ("int8", 1)]
     flat, two = (rows[name].timeline for name in ("ZeRO-3", "ZeRO-3, sums within 2"))
     assert flat is not None
     assert two is not None
@@ -311,14 +314,19 @@ def test_memory_falls_with_ranks_in_closed_form() -> None:
     assert all(info.layout.world_size == 65_536 for info in infos)
 
 
+def stages(lane: Lane) -> list[str]:
+    """Return the kinds of the stages that reduce, without casts and scaling."""
+    return [type(stage).__name__ for stage in (*lane.each, *lane.due) if not stage.inlined]
+
+
 @pytest.mark.long
 def test_hsdp_reduces_twice_and_its_outer_ring_spans_nodes() -> None:
     traced, job = traced_llama(10), Job(llama(10), hardware("h100-ib"))
     hsdp = problem_of(job, traced, Candidate(ZERO3, 8, 4)).context.buckets[1]
-    assert hsdp.exchange.collectives == ["reduce_scatter", "all_reduce"]
-    assert (hsdp.gather_stride, hsdp.reduce_strides) == (1, (1, 8))
+    assert stages(hsdp.exchange.lane) == ["ReduceScatter", "AllReduce"]
+    assert (hsdp.gather_stride, [group.stride for group in hsdp.exchange.lane.groups]) == (1, [1, 8])
     hfsdp = problem_of(job, traced, Candidate(ZERO3, 8, 4, True)).context.buckets[1]
-    assert hfsdp.exchange.collectives == ["reduce_scatter", "reduce_scatter"]
+    assert stages(hfsdp.exchange.lane) == ["ReduceScatter", "ReduceScatter"]
     assert [size for size, _ in hfsdp.resident_rings] == [4]
     assert hfsdp.layout.shard_numel < hsdp.layout.shard_numel
 

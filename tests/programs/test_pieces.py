@@ -24,14 +24,12 @@ from parity import AOT_EAGER, INDUCTOR, MODELS
 from poisoning import poisoned
 from pool import on_ranks
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.backend import compile as back
 from mfsdp_compile.backend import shared_compiles
 from mfsdp_compile.backend.shared_compiles import Claims, compile_together
-from mfsdp_compile.backend.slices import compute_slices
 from mfsdp_compile.backend.straight_line import Call, Program
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import pieces as known_pieces
@@ -254,41 +252,6 @@ def test_values_are_freed_after_their_last_use() -> None:
     program = Program(graph, [sine, Call(piece, [sine, *both.args[0][1:]], [both, None], ())])
     found, nothing = program.code.function()([torch.zeros(2), torch.ones(3)])
     assert (found.tolist(), nothing) == ([0, 0, 1, 1, 1], None)
-
-
-@pytest.mark.parametrize("encoding", [(), ("int8", 1), ("float8_e4m3fn", 2)])
-def test_slices_are_computed_beside_what_communicates(encoding: tuple[Any, ...]) -> None:
-    """What communicates stays in order. Without kernels for a format, everything stays."""
-    ops, (format, pieces) = torch.ops.mfsdp, encoding or ("", 1)
-    for capability in ((9, 0), (8, 0)):
-        graph = fx.Graph()
-        with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
-            values: Any = {graph.placeholder(name): torch.empty(2048, device="cuda") for name in ("packed", "other")}
-            for target, given in (
-                (ops.exchange_slices.default, (0, 8, "0", *encoding)),
-                (ops.portion.default, (1, 8, "0")),
-                (ops.wait_summed.default, (2, 8, format, 256)),
-            ):
-                nodes = list(values)
-                node = graph.call_function(target, (nodes[given[0]], *given[1:]))
-                values[node] = target(values[nodes[given[0]]], *given[1:])
-            for node, value in values.items():
-                node.meta["val"] = value
-            graph.output(node)
-            compute_slices(graph)
-            called = [node for node in graph.nodes if node.op == "call_function"]
-            found = [(str(node.target), *node.args[1:]) for node in called]
-            for node in called:
-                value = node.target(*fx.map_arg(node.args, lambda given: given.meta["val"]))
-                assert (value.shape, value.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
-        exchange, between = ("mfsdp.exchange_slices.default", 8, "0"), ("mfsdp.portion.default", 8, "0")
-        if format == "float8_e4m3fn" and capability < (8, 9):
-            summed = ("mfsdp.wait_summed.default", 8, format, 256)
-            assert found == [(*exchange, format, pieces), between, summed]
-            continue
-        encode = [("mfsdp.encode_slices.default", 8, format, pieces)] if format else []
-        wait, add = ("_c10d_functional.wait_tensor.default",), ("mfsdp.sum_slices.default", 8, format, 256)
-        assert found == [*encode, exchange, between, wait, add]
 
 
 def test_tracebacks_have_the_line() -> None:

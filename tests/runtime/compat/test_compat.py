@@ -37,6 +37,10 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import kernels, ops
 from mfsdp_compile.runtime.compat import gloo
 from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.topology import Group
+from mfsdp_compile.runtime.lanes.lane import Lane
+from mfsdp_compile.runtime.lanes.plain import AllGather, ReduceScatter
+from mfsdp_compile.runtime.lanes.stage import Spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -558,6 +562,8 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         weight, bias = torch.ops.mfsdp.gather(shard, None, None, None, None, *exchange)
         return torch.nn.functional.linear(x, weight, bias)
 
+    whole, ranks = Spec(16, torch.float32), Group("0", 4, 0)
+    lane = Lane(Spec(4, torch.float32), whole, whole, use=(AllGather(ranks),), each=(ReduceScatter(ranks, "avg"),))
     exchange = Exchange(
         sizes=[4, 2, 4],
         ndims=[2, 1],
@@ -567,13 +573,7 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         gather_size=4,
         gather_group="0",
         comm_dtype=torch.float32,
-        reduce_op="avg",
-        scale=1.0,
-        collectives=["reduce_scatter"],
-        when=["always"],
-        group_sizes=[4],
-        groups=["0"],
-        inspected=False,
+        lane_key=lane.key,
     )
     shard = torch.randn(4, requires_grad=True)
     torch.compile(function, backend=backend, fullgraph=True)(shard, torch.randn(3, 2)).sum().backward()

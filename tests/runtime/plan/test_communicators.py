@@ -260,7 +260,9 @@ def test_separate_gathers_change_no_bit(mode: str) -> None:
     exchange = run.model.sharded.buckets[0].exchange
     assert exchange.gather_group not in exchange.lane.group_names
     assert compat.collectives_started(compat.process_group(exchange.gather_group)) > 0
-    assert run.model.sharded.members.group_names == list(dict.fromkeys([exchange.gather_group, *exchange.lane.group_names]))
+    assert run.model.sharded.members.group_names == list(
+        dict.fromkeys([exchange.gather_group, *exchange.lane.group_names])
+    )
 
 
 @on_ranks(2, timeout=60)
