@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +15,13 @@ from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.model import settings
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import name_of
-from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.schedule.schedule import Schedule
 
 from .byte_sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from mfsdp_compile.runtime.schedule.file import ScheduleText
 
 
 class ParameterMethods(nn.Module):
@@ -111,8 +113,11 @@ class ParameterMethods(nn.Module):
             reduction_bytes=parse_bytes(reduction_bytes, "set_schedule(reduction_bytes)"),
             keep_last=keep_last,
         )
-        text = schedule if schedule is None or isinstance(schedule, ScheduleText) else ScheduleText.load(schedule)
-        settings.set_schedule(self.sharded, Schedule(policy, text))
+        if isinstance(schedule, (str, Path)):
+            from mfsdp_compile.runtime.schedule.file import ScheduleText
+
+            schedule = ScheduleText.load(schedule)
+        settings.set_schedule(self.sharded, Schedule(policy, schedule))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``generate`` of the wrapped transformers model, with ``synced_gpus=True`` if forwards gather.

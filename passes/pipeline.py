@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -26,7 +26,6 @@ from . import (
     deliver,
     drop_unread,
     float32_gradients,
-    fp8_matmul,
     loss_chunks,
     portions,
     reduce,
@@ -50,6 +49,9 @@ from .solver.step_events import StepOutlines
 from .verifier import verify
 from .verifier.analysis import Analysis
 from .verifier.contract import Contract, set_contract
+
+if TYPE_CHECKING:
+    from .fp8_matmul import Fp8Matmul
 
 Pass = Callable[[fx.Graph, Context, Phase], Report]
 """A function that changes a graph and reports what it did."""
@@ -197,7 +199,7 @@ def rewrite_dynamo_graph(
     gm: fx.GraphModule,
     record: CompileRecord,
     outline: Callable[[fx.Graph], None] | None = None,
-    fp8: fp8_matmul.Fp8Matmul | None = None,
+    fp8: Fp8Matmul | None = None,
 ) -> None:
     """Run the passes over Dynamo's graph.
 
@@ -207,6 +209,7 @@ def rewrite_dynamo_graph(
     """
     record.show(None, gm.graph)
     if fp8 is not None:
+        from . import fp8_matmul
 
         def multiply_in_fp8(graph: fx.Graph, context: Context, _: None) -> Report:
             report, record.context = fp8_matmul.apply(graph, context, fp8, record.costs)

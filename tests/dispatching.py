@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.collectives import kernels, ops, reduce
+from mfsdp_compile.runtime.collectives import kernels, ops, pack
 
 
 def kernel_in_python(func: Any) -> Callable[..., Any] | None:
@@ -21,7 +21,7 @@ def kernel_in_python(func: Any) -> Callable[..., Any] | None:
     if isinstance(func, torch._ops.HigherOrderOperator):
         return lambda *args, **kwargs: compat.run_higher_order(func, args, kwargs)
     if func.namespace == "mfsdp":
-        found = vars(ops) | vars(kernels) | vars(reduce)
+        found = vars(ops) | vars(kernels) | vars(pack)
         return found.get(f"_{func._opname}") or found[func._opname]  # type: ignore[no-any-return]
     return None
 

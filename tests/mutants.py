@@ -27,6 +27,7 @@ from mfsdp_compile.passes.verifier.analysis import (
     Whole,
     tensor_of,
 )
+from mfsdp_compile.runtime.lanes.lane import lane_at
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -597,7 +598,7 @@ def stages_exchanged(s: Subject) -> Iterator[Change]:
 
             def change(r: ReductionFlow = reduction) -> None:
                 a, b = r.stages[0].node, r.stages[1].node
-                i, j = _group_argument(a), _group_argument(b)
+                i, j = (4 if n.target is roles.REDUCE_IF_DUE else _group_argument(n) for n in (a, b))
                 of_a, of_b = a.args[i], b.args[j]
                 a.update_arg(i, of_b)
                 b.update_arg(j, of_a)
@@ -839,15 +840,14 @@ def never_waits(s: Subject) -> Iterator[Change]:
     """Gradients that were reduced are reduced again with the next microbatch."""
     for reduction, stage in _stages(s):
         if stage.node.target is torch.ops.mfsdp.reduce_if_due.default:
-            flight = next(
-                f for f in s.info(reduction.bucket).exchange.lane.reduction if (f.part, f.index) == stage.node.args[3:]
-            )
-            operator, arguments = flight.stage.call(
-                s.info(reduction.bucket).exchange.lane.spec(flight.part, flight.index)
-            )
+            lane, (part, index) = s.info(reduction.bucket).exchange.lane, stage.node.args[3:]
+            known = lane[part][index].call(lane.spec(part, index))
 
-            def change(node: fx.Node = stage.node, operator: Any = operator, arguments: Any = arguments) -> None:
-                node.target, node.args = operator, (node.args[0], *arguments)
+            def change(node: fx.Node = stage.node, known: Any = known) -> None:
+                if known is None:
+                    node.target = roles.START_STAGE
+                else:
+                    node.target, node.args = known[0], (node.args[0], *known[1])
 
             yield change
 
@@ -897,6 +897,64 @@ def slices_in_another_format(s: Subject) -> Iterator[Change]:
         if node.args[2]:
             yield set_arg(node, 2, "float8_e5m2")
             yield set_arg(node, 3, node.args[3] - 1)
+
+
+def _stage_nodes(s: Subject, gathers: bool, *names: str) -> list[fx.Node]:
+    """Return the nodes of stages that graphs know by their place, on the way of parameters or of gradients."""
+    nodes = [node for name in names for node in _local(s, name)]
+    return [node for node in nodes if (node.args[-2] == "use") == gathers]
+
+
+def gather_of_another_lane(s: Subject) -> Iterator[Change]:
+    """What ranks send one another has another format."""
+    for node in _stage_nodes(s, True, "start_stage"):
+        yield set_arg(node, 2, "another lane")
+
+
+def gather_unencoded(s: Subject) -> Iterator[Change]:
+    """Other ranks decode what was never encoded."""
+    for node in _stage_nodes(s, True, "run_stage"):
+        if node.args[4] < lane_at(node.args[2]).gather:
+            yield lambda node=node: node.replace_all_uses_with(node.args[0])
+
+
+def gather_undecoded(s: Subject) -> Iterator[Change]:
+    """Parameters are read as they were sent."""
+    for node in _stage_nodes(s, True, "run_stage"):
+        if node.args[4] > lane_at(node.args[2]).gather:
+            yield lambda node=node: node.replace_all_uses_with(node.args[0])
+
+
+def gather_with_another_stage(s: Subject) -> Iterator[Change]:
+    """What was encoded is encoded again."""
+    for node in _stage_nodes(s, True, "run_stage"):
+        yield set_arg(node, 4, 0 if node.args[4] else 1)
+
+
+def gather_awaited_otherwise(s: Subject) -> Iterator[Change]:
+    """Parameters are what has arrived, and not what the stage makes of it."""
+    for node in _stage_nodes(s, True, "wait_stage"):
+
+        def change(node: fx.Node = node) -> None:
+            node.target, node.args = WAIT, node.args[:1]
+
+        yield change
+
+
+def reduction_with_another_stage(s: Subject) -> Iterator[Change]:
+    """Gradients pass another stage than those of other ranks."""
+    for node in _stage_nodes(s, False, "run_stage"):
+        yield set_arg(node, 4, node.args[4] + 1)
+
+
+def reduction_awaited_otherwise(s: Subject) -> Iterator[Change]:
+    """What has arrived is not the sum."""
+    for node in _stage_nodes(s, False, "wait_stage"):
+
+        def change(node: fx.Node = node) -> None:
+            node.target, node.args = WAIT, node.args[:1]
+
+        yield change
 
 
 def scaled_too_late(s: Subject) -> Iterator[Change]:
@@ -1393,7 +1451,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V2": (
         *(gathered_twice, gathered_for_nobody, released_early, released_through_a_view, released_twice),
-        *(released_in_flight, resident_released),
+        *(released_in_flight, resident_released, gather_undecoded),
     ),
     "V3": (
         *(buffer_shared, buffer_parts_overlap, into_another_bucket, into_a_shard, weight_written),
@@ -1409,8 +1467,8 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V6": (
         *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
-        *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all, slices_sent_in_another_format),
-        slices_in_another_order,
+        *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all, gather_of_another_lane),
+        *(gather_unencoded, gather_with_another_stage, gather_awaited_otherwise),
     ),
     "V7": (
         *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),
@@ -1423,6 +1481,8 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
         *(another_sum_reduced, scaled_too_late, slices_summed_otherwise, slices_not_summed, slices_in_another_format),
+        *(slices_sent_in_another_format, slices_in_another_order, reduction_with_another_stage),
+        reduction_awaited_otherwise,
     ),
     "V10": (
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),

@@ -14,8 +14,8 @@ from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
 from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
-from mfsdp_compile.runtime.geometry.topology import Group
 from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.lanes.plain import AllGather, ReduceScatter
 from mfsdp_compile.runtime.lanes.stage import Spec
@@ -67,6 +67,7 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
         whole,
         packed,
         use=(AllGather(Group("gathers", ranks, 0)),),
+        pack=changes.pop("pack", ()),
         each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
         due=changes.pop("due", ()),
     )

@@ -35,6 +35,13 @@ def check(chosen: CompileOptions, owners: Sequence[ShardedModel], buckets: Seque
             "options['activation_offload'] copies saved values to host memory that each step allocates, which a CUDA "
             "graph cannot do (cuda_graph_mode). Use only one of them."
         )
+    opaque = next((bucket for bucket in buckets if bucket.lane.is_opaque), None)
+    if chosen.inner == "inductor_whole" and opaque is not None and not served:
+        raise NotImplementedError(
+            f"Bucket {opaque.plan.name!r} travels through stages of plug-ins ({opaque.lane.text}), which run between "
+            "the pieces that options={'inner': 'inductor'} compiles. In a whole graph, Inductor would use memory again "
+            "that a stage keeps."
+        )
     if not served:
         _refuse_hooks(owners, buckets)
     if chosen.fuses and any(owner.is_miscompiled() for owner in owners):

@@ -47,6 +47,7 @@ from mfsdp_compile.runtime.step.graph_runs import GraphRun
 from .arguments import GraphArguments, beside_shard, like_served
 from .bucket_infos import bucket_info, region_info, served_info
 from .checks import check, policy_for, refuse_writes, warn_of_limit
+from .compiled_graph import CompiledGraph, NeedsOtherPieces
 from .dumps import GraphFolder
 from .fp8 import fp8_candidates, fp8_matmul
 from .lowerings import register_lowerings
@@ -56,7 +57,6 @@ from .rank_meeting import RankMeeting
 from .region_graphs import trace
 from .shared_compiles import compile_together
 from .straight_line import Code
-from .tuning import CompiledGraph, NeedsOtherPieces, Tuning, tuned_graph
 
 
 def mfsdp(
@@ -102,6 +102,8 @@ def mfsdp(
     ):
         tuned = None
         if _tunes(chosen, buckets, owners):
+            from .tuning import Tuning, tuned_graph
+
             tuning = Tuning.of(owners[0])
             if tuning is not None and tuning.chosen is not None:
                 compiled = compiles(replace(chosen, schedule=tuning.schedules[tuning.chosen].policy))

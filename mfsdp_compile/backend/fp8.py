@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import Bucket
 from mfsdp_compile.runtime.model.sharded_model import models_of
 
 from .options import CompileOptions
+
+if TYPE_CHECKING:
+    from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 
 
 def fp8_matmul(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
@@ -19,6 +22,8 @@ def fp8_matmul(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul |
         return None
     check_multiplies_fp8(buckets[0].device, chosen.fp8_matmul)
     candidates = tuple(fp8_candidates(chosen, bucket) for bucket in buckets)
+    from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
+
     return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
 
 

@@ -41,7 +41,7 @@ from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.untrusted_files import FileRefused, write_text
 
-from .arguments import GraphArguments
+from .compiled_graph import CompiledGraph, NeedsOtherPieces
 from .options import CompileOptions
 
 FILE = "mfsdp_schedule.txt"
@@ -56,27 +56,6 @@ RETRIES = 2
 OUTLIER = 3.0
 PREFETCH = (0, 1, 2, 3, 4)
 IN_FLIGHT = (1, 2, 3, 4)
-
-
-class NeedsOtherPieces(Exception):
-    """A schedule divides graphs into other pieces. Their numbers would differ by rounding."""
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledGraph:
-    """One of Dynamo's graphs, compiled with a schedule.
-
-    Args:
-        record: The passes' record.
-        call: Converts the arguments of Dynamo's graph.
-        run: Runs it.
-        refused: Units that are in no region, each with the reason, which was found while they were traced.
-    """
-
-    record: CompileRecord
-    call: GraphArguments
-    run: Callable[..., Any]
-    refused: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mfsdp_compile.runtime.formats import quantize
-from mfsdp_compile.runtime.geometry.topology import stride_of
+from mfsdp_compile.runtime.geometry.groups import stride_of
 from mfsdp_compile.runtime.lanes.plain import Cast, Scale
 from mfsdp_compile.runtime.lanes.stage import Spec, Stage
 
@@ -120,9 +120,6 @@ class CostModel:
             return 0.0
         ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
         payload = info.gathered_bytes if portions else info.sent_bytes
-        lane = info.exchange.lane
-        if not portions and lane.gather is not None and "use" not in lane.plain_parts:
-            return self.flying(lane.use[lane.gather], lane.spec("use", lane.gather))
         return collective_seconds("all_gather", payload, ring, self.hardware)
 
     def quantize(self, info: BucketInfo) -> float:

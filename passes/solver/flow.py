@@ -506,13 +506,13 @@ def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = 
         return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
     # A resident already has the dtype that is sent. Computation waits for a fetch, which the cast reads.
     cast = 0.0 if info.has_resident else costs.fetch(info) + costs.cast(info)
-    after = costs.dequantize(info)
-    lane = info.exchange.lane
+    after, seconds, lane = costs.dequantize(info), costs.gather(info), info.exchange.lane
     if lane.gather is not None and "use" not in lane.plain_parts:
-        places = lane.places("use")
-        cast += costs.local(info, places[: lane.gather])
-        after += costs.local(info, places[lane.gather + 1 :])
-    return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group, after)
+        places, at = lane.places("use"), lane.gather
+        cast += costs.local(info, places[:at])
+        seconds = costs.flying(lane.use[at], lane.spec("use", at))
+        after += costs.local(info, places[at + 1 :])
+    return Collective("gather", bucket, 0, cast, seconds, info.exchange.gather_group, after)
 
 
 def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:

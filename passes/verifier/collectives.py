@@ -25,18 +25,12 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
     """
     for launch in found.gather_launches:
         info, given = found.info(launch.bucket), arguments(launch.node)
-        of_portions = is_of_portions(found, contract, launch)
-        lane = info.exchange.lane
-        if not of_portions and not info.exchange.is_quantized and lane.gather is not None:
-            yield from _gather_stages(found, launch, lane)
-            if is_opaque(lane.use[lane.gather]):
-                place = lane.key, "use", lane.gather
-                if (got_place := roles.place_of(launch.node)) != place:
-                    yield f"it is gathered by stage {got_place}, not {place}", launch.node, launch.bucket
+        right = (info.portion_size, info.portion_group) if is_of_portions(found, contract, launch) else None
+        if right is None and info.exchange.gathers_by_stages:
+            yield from _gather_stages(found, launch, info.exchange.lane)
+            if launch.node.target is roles.START_STAGE:
                 continue
-        right = info.exchange.gather_size, info.exchange.gather_group
-        if of_portions:
-            right = info.portion_size, info.portion_group
+        right = right or (info.exchange.gather_size, info.exchange.gather_group)
         if (got := (given.get("group_size"), given.get("group_name"))) != right:
             yield f"it is gathered over {_group(*got)}, not {_group(*right)}", launch.node, launch.bucket
     for portion in found.portions:
@@ -65,6 +59,9 @@ def _gather_stages(found: Analysis, launch: CollectiveNode, lane: Lane) -> Findi
     """Check that local stages around a gather are those of the lane, in its order."""
     wholes = [whole.node for whole in found.wholes if whole.launch is launch]
     assert lane.gather is not None
+    place = (lane.key, "use", lane.gather) if is_opaque(lane.use[lane.gather]) else None
+    if (got_place := roles.place_of(launch.node)) != place:
+        yield f"it is gathered by stage {got_place}, not {place}", launch.node, launch.bucket
     for first, last, nodes in (
         (0, lane.gather, [launch.node.all_input_nodes[0]] if launch.node.all_input_nodes else []),
         (lane.gather + 1, len(lane.use), wholes),
@@ -79,7 +76,6 @@ def _gather_stages(found: Analysis, launch: CollectiveNode, lane: Lane) -> Findi
             if got != right:
                 side = "behind" if first else "in front of"
                 yield f"the stages {texts(got)} run {side} its gather, not {texts(right)}", launch.node, launch.bucket
-    place = (lane.key, "use", lane.gather) if is_opaque(lane.use[lane.gather]) else None
     for wait in launch.waits:
         if (got_place := roles.place_of(wait)) != place:
             yield f"its gather is awaited as {got_place}, not {place}", wait, launch.bucket

@@ -120,7 +120,15 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
     """
     for reduction in found.reductions:
         bucket, lane = reduction.bucket, found.info(reduction.bucket).exchange.lane
-        for launch in reduction.stages:
+        for i, (launch, flight) in enumerate(zip(reduction.stages, lane.reduction, strict=False)):
+            operator, expected = lane.operator(flight)
+            if (launch.node.target is roles.REDUCE_IF_DUE) != (operator is roles.REDUCE_IF_DUE):
+                when = ("in each backward", "if due")
+                runs = when[launch.node.target is roles.REDUCE_IF_DUE], when[operator is roles.REDUCE_IF_DUE]
+                yield f"stage {i + 1} runs {runs[0]}, not {runs[1]}", launch.node, bucket
+            ops = [[given for given in given_ if given in ("sum", "avg")] for given_ in (launch.node.args, expected)]
+            if ops[0] != ops[1]:
+                yield f"stage {i + 1} is of {ops[0]}, not {ops[1]}", launch.node, bucket
             token = roles.token_of(launch.node)
             role = role_of(token) if token is not None else None
             if role is not None and role.bucket != bucket:

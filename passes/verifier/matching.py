@@ -29,13 +29,9 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(launch.source).root), is_of_portions(found, contract, launch)
         quantized = info.exchange.is_quantized and not of_portions
-        lane = info.exchange.lane
-        sent = info.exchange.sent_numel, info.exchange.sent_dtype
-        if not quantized:
-            sent = info.layout.numel, info.exchange.held_dtype
-        if not (quantized or of_portions) and lane.gather is not None:
-            sent = lane.flight_spec("use", lane.gather)
-        numel, dtype = sent
+        lane, held = info.exchange.lane, (info.layout.numel, info.exchange.held_dtype)
+        by_stages = lane.flight_spec("use", lane.gather) if lane.gather is not None and not of_portions else held
+        numel, dtype = (info.exchange.sent_numel, info.exchange.sent_dtype) if quantized else by_stages
         if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket

@@ -35,7 +35,7 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool
         exchange.comm_dtype,
         *exchange.gradient_buffers,
     )
-    return exchange.lane.travel("pack", packed)
+    return exchange.lane.travel("pack", packed) if exchange.lane.pack else packed
 
 
 @torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import compat
 from ..geometry.bucket_plan import BucketPlan
-from ..geometry.topology import Group
+from ..geometry.groups import Group
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..owner import Owned

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..geometry.exchange import Overlap
 from ..memory.bucket import Bucket
 from ..schedule.decisions import Decisions
-from ..schedule.file import ScheduleText
 from ..schedule.phase import Phase
 from ..schedule.schedule import Schedule
 from .units import EagerUnit
+
+if TYPE_CHECKING:
+    from ..schedule.file import ScheduleText
 
 
 class FollowedSchedule:

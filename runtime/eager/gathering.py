@@ -26,7 +26,8 @@ from .. import compat
 from ..collectives.kernels import gather_into_buffer
 from ..formats import quantize
 from ..geometry.exchange import Overlap
-from ..geometry.topology import Group
+from ..geometry.groups import Group
+from ..lanes.plain import Run
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
 from ..memory.extension import Extension, ExtensionInput, ExtensionOutput
@@ -56,6 +57,7 @@ class Gathered:
     unit: EagerUnit
     started: Tensor | None
     version: int  # of the shard, when it was gathered
+    land: Run | None  # what waits for it, if that is not the backend's wait alone
     full: Tensor | None = None
     content: int = 0  # version of ``full`` right after the gather
     attached: list[Tensor | None] = field(default_factory=list)
@@ -227,7 +229,7 @@ class Gathering:
         group, stays = bucket.topology.gather_group, bool(bucket.topology.resident_groups)
         if (stays and bucket.is_stale) or (bucket.quantized is not None and bucket.is_quantized_stale):
             self.step.owner.refresh()
-        started, is_from_portions = None, False
+        started, land, is_from_portions = None, None, False
         in_backward = compat.backward_id() != -1
         if group is not None and in_backward and (kept := self._portions.pop(bucket, None)) is not None:
             portion, version = kept
@@ -239,8 +241,9 @@ class Gathering:
         sent = _prepare(self.step, bucket, bucket.extension) if bucket.extension is not None else None
         if group is not None and started is None:
             started = self._start_gather(bucket, group, plane, sent)
+            land = bucket.lane.land_gather if bucket.exchange.gathers_by_stages and sent is None else None
         self.gathered[bucket] = Gathered(
-            unit, started, bucket.flat._version, planes=plane, sent=sent, is_from_portions=is_from_portions
+            unit, started, bucket.flat._version, land, planes=plane, sent=sent, is_from_portions=is_from_portions
         )
 
     def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: ExtensionInput | None = None) -> Tensor:
@@ -258,12 +261,12 @@ class Gathering:
             if capacity:
                 enter_pool(self.step.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
-            if bucket.exchange.is_quantized:
+            if bucket.exchange.gathers_by_stages:
+                return bucket.lane.start_gather(shard, bucket.token)
+            if bucket.exchange.gather_group:
                 return compat.all_gather(shard, group.size, group.name)
-            if bucket.lane.gather is None:  # one rank
-                alone = bucket.lane.travel("use", shard, bucket.token)
-                return alone.clone() if alone is shard else alone
-            return bucket.lane.start_gather(shard, bucket.token)
+            alone = bucket.lane.travel("use", shard, bucket.token)  # one rank
+            return alone.clone() if alone is shard else alone
 
     def gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> Gathered:
         """Return a gathered bucket. Start the gathers of its unit if nobody has, and wait."""
@@ -299,7 +302,8 @@ class Gathering:
             self.start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
             state = self.gathered[bucket]
         if state.started is not None:
-            state.full, state.started = self._landed(state, bucket), None
+            landing = (state.land, bucket.token) if state.land is not None else ()
+            state.full, state.started = self.step.wait(state.started, *landing), None
             if sends_planes:
                 self._arrange(bucket, state, planes)
             if bucket.exchange.dequantizes and not state.is_from_portions:
@@ -334,13 +338,6 @@ class Gathering:
                 if is_done and gathered.unit is not unit and gathered.unit not in following:
                     self.release_checked(other)
         return state
-
-    def _landed(self, state: Gathered, bucket: Bucket) -> Tensor:
-        """Wait for a gather."""
-        assert state.started is not None
-        if bucket.lane.gather is None or bucket.exchange.is_quantized or state.sent or state.is_from_portions:
-            return self.step.wait(state.started)
-        return self.step.wait(state.started, bucket.lane.land_gather, bucket.token)
 
     def _arrange(self, bucket: Bucket, state: Gathered, planes: Planes) -> None:
         """Arrange a gathered plane as modules take it, and the other beside it if both are asked for."""
@@ -447,6 +444,8 @@ class Gathering:
         """Forget everything, without waiting: other ranks may not take part in the running collectives."""
         self.step.outstanding.add(state.started for state in self.gathered.values() if state.started is not None)
         self.gathered.clear()
+        for bucket in self.unit_of:
+            bucket.stage_states.clear()  # of what was under way; all ranks do this together
         self.by_storage.clear()
         self.states.clear()
         self._learn(self.units)  # ranks may have learned different orders
@@ -500,7 +499,10 @@ class Gathering:
         if state is None:
             return
         if state.started is not None:  # prefetched and not used: every collective must be awaited
-            self._landed(state, bucket)
+            if state.land is not None:
+                state.land(state.started, bucket.token)
+            else:
+                compat.wait_tensor(state.started)
         if state.full is None:
             return
         if self.learns_hooks and not self.hooks_everywhere and state.is_used:

@@ -140,7 +140,7 @@ class Reducing:
         group = flight.stage.group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         with compat.below_autograd():
-            started = bucket.lane.start(stage, gradient, bucket.token)
+            started = flight.start(gradient, bucket.token)
         self.running.append(_RunningReduction(bucket, stage, started, used, self._due(bucket)))
 
     def _due(self, bucket: Bucket) -> int | None:
@@ -164,21 +164,18 @@ class Reducing:
             self._step.owner.grad_sync.touched(bucket)
             return
         following = reduction.stage + 1
-        if bucket.lane.reduction[reduction.stage].may_wait and bucket.gradient_waits:
+        flight = bucket.lane.reduction[reduction.stage]
+        if flight.may_wait and bucket.gradient_waits:
             result = self._step.wait(reduction.result)
         else:
-            result = self._step.wait(reduction.result, self._land, bucket, reduction.stage)
+            result = self._step.wait(reduction.result, flight.land, bucket.token)
         if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
         self._accumulate(bucket, result, reduction.used)
 
-    @staticmethod
-    def _land(started: Tensor, bucket: Bucket, stage: int) -> Tensor:
-        return bucket.lane.land(stage, started, bucket.token)
-
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
-        if not bucket.gradient_waits:  # else ``reduced`` is zeros: the gradient is in the sum
+        if bucket.pending is None or not bucket.pending.kept:  # else ``reduced`` is zeros: the gradient is in the sum
             finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
                 copy = _RunningReduction(bucket, len(bucket.lane.reduction), finished, used, self._due(bucket))
@@ -211,7 +208,7 @@ class Reducing:
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's
         hook."""
-        gradient = bucket.lane.local(bucket.lane.unreduced, reduced, bucket.token)
+        gradient = bucket.lane.finish(reduced, bucket.token) if bucket.lane.unreduced else reduced
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hooks_of_parameters.call(hook, gradient)
@@ -233,7 +230,8 @@ class Reducing:
         while self.running:
             reduction = self.running.pop(0)
             if reduction.stage < len(reduction.bucket.lane.reduction):
-                compat.wait_tensor(reduction.result)
+                land = reduction.bucket.lane.reduction[reduction.stage].land
+                self._step.wait(reduction.result, land, reduction.bucket.token)
         self.end_backward()
 
     def abandon(self) -> None:

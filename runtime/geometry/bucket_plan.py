@@ -10,8 +10,7 @@ from torch import nn
 
 from ..formats import forms, quantize
 from ..formats.extension import FORM
-from ..lanes.check import is_own
-from ..lanes.lane import Plugin
+from ..lanes.lane import Plugin, is_own
 from ..lanes.strategies import lane_of
 from ..owner import ModuleRef, refuse_dropped
 from .exchange import NO_BUFFERS, Buffers, Exchange

@@ -157,6 +157,11 @@ class Exchange(_Fields):
         return self._replace(buffers=(*gathers, *gradients))
 
     @functools.cached_property
+    def gathers_by_stages(self) -> bool:
+        """Whether a use gathers by the stages of the lane."""
+        return self.lane.gather is not None and not self.is_quantized
+
+    @functools.cached_property
     def lane(self) -> Lane:
         """How the bucket travels."""
         return lane_at(self.lane_key)

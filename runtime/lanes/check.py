@@ -6,7 +6,7 @@ import math
 from dataclasses import is_dataclass
 from fractions import Fraction
 
-from .lane import PARTS, REDUCING, Lane
+from .lane import PARTS, REDUCING, Lane, is_own
 from .plain import Scale, is_plain
 from .stage import Spec, Stage
 
@@ -27,48 +27,46 @@ def check(lane: Lane, plain: Lane, bucket: str, plugin: object) -> None:
         WrongLane: It is none, or means something else than the strategy's.
     """
 
-    def refuse(what: str) -> WrongLane:
-        return WrongLane(f"Plug-in {plugin!r} cannot be used for bucket {bucket!r}: {what}")
+    if (problem := _problem(lane, plain)) is not None:
+        raise WrongLane(f"Plug-in {plugin!r} cannot be used for bucket {bucket!r}: {problem}")
 
+
+def _problem(lane: Lane, plain: Lane) -> str | None:
     if not isinstance(lane, Lane):
-        raise refuse(f"it returned {type(lane).__name__}, not a Lane.")
+        return f"it returned {type(lane).__name__}, not a Lane."
     for part in PARTS:
         for stage in lane[part]:
             if not isinstance(stage, Stage) or not is_dataclass(stage):
-                raise refuse(f"part {part!r} has {stage!r}, which is no stage: derive a frozen dataclass from one.")
+                return f"part {part!r} has {stage!r}, which is no stage: derive a frozen dataclass from one."
             if (stage.inlined or stage.call(Spec(0, lane.shard.dtype)) is not None) and not is_own(stage):
-                raise refuse(f"{stage.text!r} is inlined in graphs, or has an operator there. Only plain stages may.")
+                return f"{stage.text!r} is inlined in graphs, or has an operator there. Only plain stages may."
     if not all(is_plain(stage) for stage in lane.pack):
-        raise refuse("part 'pack' has stages that are not plain. Put them at the beginning of 'each' or 'due'.")
+        return "part 'pack' has stages that are not plain. Put them at the beginning of 'each' or 'due'."
     if (lane.shard, lane.whole, lane.packed) != (plain.shard, plain.whole, plain.packed):
-        raise refuse("it changes what the lane begins or ends with. Change only its stages.")
+        return "it changes what the lane begins or ends with. Change only its stages."
     if sum(stage.flies for stage in lane.use) > 1:
-        raise refuse("more than one stage of 'use' flies. Put the others into 'step', or make one stage of them.")
+        return "more than one stage of 'use' flies. Put the others into 'step', or make one stage of them."
     for what, got, right in (
         ("a gathered bucket is", lane.spec("use", len(lane.use)), lane.whole),
         ("the gradient of the shard is", lane.spec("due", len(lane.due)), lane.shard),
     ):
         if got != right:
-            raise refuse(f"{what} [{got.numel}] in {got.dtype} at its end, not [{right.numel}] in {right.dtype}.")
+            return f"{what} [{got.numel}] in {got.dtype} at its end, not [{right.numel}] in {right.dtype}."
     for part in PARTS:
         for what in ("sums", "parts"):  # what one stage of a reduction scatters, another may gather again
             got_ranks, ranks = _ranks(lane, part, what), _ranks(plain, part, what)
             if got_ranks != ranks:
                 does = "adds what is on ranks:" if what == "sums" else "divides what ranks have by"
-                raise refuse(
+                return (
                     f"its part {part!r} {does} {got_ranks}, and the strategy's {ranks}. Say with gathers, scatters and "
                     "sums what each stage means."
                 )
     scale = math.prod(stage.factor for part in REDUCING for stage in lane[part] if isinstance(stage, Scale))
     if not math.isclose(scale, lane.scale, rel_tol=1e-6):
-        raise refuse(f"it scales gradients by {scale}, not {lane.scale}.")
+        return f"it scales gradients by {scale}, not {lane.scale}."
     if lane.is_deferred != plain.is_deferred:
-        raise refuse("it changes whether gradients accumulate until a reduction is due.")
-
-
-def is_own(part: object) -> bool:
-    """Whether a stage or a plug-in is one of this package's."""
-    return type(part).__module__.startswith(__name__.rpartition(".lanes.")[0])
+        return "it changes whether gradients accumulate until a reduction is due."
+    return None
 
 
 def _ranks(lane: Lane, part: str, what: str) -> Fraction:

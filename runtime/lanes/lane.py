@@ -18,15 +18,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from .. import compat
-from ..geometry.topology import Group
-from .plain import Scale, is_plain
-from .stage import NO_STATE, Call, Spec, Stage
+from ..geometry.groups import Group
+from .plain import Run, Scale, chain_of, is_plain, landing_of
+from .stage import Call, Spec, Stage
 
 Stages = tuple[Stage, ...]
 PARTS = ("step", "use", "pack", "each", "due")
@@ -36,7 +35,11 @@ REDUCING = ("pack", "each", "due")
 _lanes: dict[str, Lane] = {}
 
 
-@dataclass(frozen=True)
+Place = tuple[str, int]
+"""A part of a lane, and the index of a stage in it."""
+
+
+@dataclass(frozen=True, eq=False)
 class Flight:
     """A flying stage of a reduction, with the local stages around it.
 
@@ -44,39 +47,36 @@ class Flight:
         part: ``"each"`` or ``"due"``.
         index: Index of the flying stage in its part.
         stage: The flying stage.
-        before, after: Local stages that run before its start and after its wait, as parts and indices.
+        before, after: Local stages that run before its start and after its wait.
         decides: Whether it is the first one that runs only when a reduction is due: gradients accumulate in front of
-            it, and in front of what is before it in the part.
+            it, and in front of what is before it in its part.
+        start: Runs what is in front of its operator, and starts it if it is due. What it returns must be landed.
+        land: Waits for what is in flight, and runs the local stages behind it.
     """
 
     part: str
     index: int
     stage: Stage
-    before: tuple[tuple[str, int], ...] = ()
-    after: tuple[tuple[str, int], ...] = ()
-    decides: bool = False
+    before: tuple[Place, ...]
+    after: tuple[Place, ...]
+    decides: bool
+    start: Run
+    land: Run
 
-    @property
+    @functools.cached_property
     def may_wait(self) -> bool:
         """Whether it is skipped while no reduction is due."""
         return self.part == "due"
 
-    @property
-    def ungated(self) -> tuple[tuple[str, int], ...]:
+    @functools.cached_property
+    def ungated(self) -> tuple[Place, ...]:
         """Local stages that run in front of its operator."""
         return tuple(place for place in self.before if place[0] != "due")
 
-    @property
-    def gated(self) -> tuple[tuple[str, int], ...]:
-        """Local stages that run in the operator that decides, behind the gate."""
+    @functools.cached_property
+    def gated(self) -> tuple[Place, ...]:
+        """Local stages that run in its operator, behind the gate."""
         return tuple(place for place in self.before if place[0] == "due")
-
-
-class Step(NamedTuple):
-    """What one stage does to a tensor and a bucket's token, in graphs and out of them."""
-
-    start: Callable[[Tensor, Tensor | None], Tensor]
-    wait: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Lane:
         """Parts without a stage of a plug-in."""
         return frozenset(part for part in PARTS if all(is_plain(stage) for stage in self[part]))
 
-    def places(self, part: str) -> list[tuple[str, int]]:
+    def places(self, part: str) -> list[Place]:
         """Return the places of the stages of a part."""
         return [(part, index) for index in range(len(self[part]))]
 
@@ -155,22 +155,36 @@ class Lane:
     @functools.cached_property
     def reduction(self) -> tuple[Flight, ...]:
         """The flying stages that gradients pass, in order."""
-        found: list[Flight] = []
-        waiting: list[tuple[str, int]] = []
+        around: list[tuple[Place, list[Place], list[Place]]] = []
+        waiting: list[Place] = []
         for part in ("each", "due"):
             flown = False
-            for index, stage in enumerate(self[part]):
-                if stage.flies:
-                    found.append(Flight(part, index, stage, tuple(waiting), decides=part == "due" and not flown))
+            for place in self.places(part):
+                if self[part][place[1]].flies:
+                    around.append((place, waiting, []))
                     waiting, flown = [], True
-                elif flown:
-                    found[-1] = replace(found[-1], after=(*found[-1].after, (part, index)))
                 else:
-                    waiting.append((part, index))
+                    (around[-1][2] if flown else waiting).append(place)
+        decisive = next((place for place, _, _ in around if place[0] == "due"), None)
+        found = []
+        for place, before, after in around:
+            start, wait = self._flying(place, is_first=place == around[0][0])
+            ungated = [self._local(each) for each in before if each[0] != "due"]
+            found.append(
+                Flight(
+                    *place,
+                    self[place[0]][place[1]],
+                    tuple(before),
+                    tuple(after),
+                    place == decisive,
+                    chain_of([*ungated, start]),
+                    landing_of(wait, [self._local(each) for each in after]),
+                )
+            )
         return tuple(found)
 
     @functools.cached_property
-    def unreduced(self) -> tuple[tuple[str, int], ...]:
+    def unreduced(self) -> tuple[Place, ...]:
         """Local stages of a gradient that no flying stage reduces."""
         return () if self.reduction else (*self.places("each"), *self.places("due"))
 
@@ -178,6 +192,21 @@ class Lane:
     def gather(self) -> int | None:
         """Index of the flying stage of ``use``; None if there is none."""
         return next((index for index, stage in enumerate(self.use) if stage.flies), None)
+
+    @functools.cached_property
+    def start_gather(self) -> Run:
+        """Runs the stages of a use up to the one that flies. What it returns must be landed."""
+        assert self.gather is not None
+        start, _ = self._flying(("use", self.gather))
+        return chain_of([*(self._local(place) for place in self.places("use")[: self.gather]), start])
+
+    @functools.cached_property
+    def land_gather(self) -> Run | None:
+        """Waits for what :attr:`start_gather` has returned, and returns the bucket. None: ``wait_tensor`` does."""
+        assert self.gather is not None
+        _, wait = self._flying(("use", self.gather))
+        after = [self._local(place) for place in self.places("use")[self.gather + 1 :]]
+        return landing_of(wait, after) if wait is not None or after else None
 
     @property
     def groups(self) -> list[Group]:
@@ -253,33 +282,28 @@ class Lane:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def steps(self) -> dict[str, tuple[Step, ...]]:
-        """What the stages of each part do. Deferred ones decide for themselves whether they do it."""
-        return {part: tuple(self._step(part, index) for index in range(len(self[part]))) for part in PARTS}
-
-    def _step(self, part: str, index: int) -> Step:
-        stage, operators = self[part][index], torch.ops.mfsdp
-        place, is_told = (self.key, part, index), stage.keeps_state or part == "due"
-        call = stage.call(self.spec(part, index))
-        if not stage.flies:
-            if call is not None:
-                operator, arguments = call
-                return Step(lambda x, token: operator(x, *arguments))
-            if stage.inlined:
-                return Step(lambda x, token: stage.run(x, NO_STATE))
-            return Step(lambda x, token: operators.run_stage(x, token if is_told else None, *place))
-        if call is not None:
+    def _local(self, place: Place) -> Run:
+        part, index = place
+        stage, at, operators = self[part][index], (self.key, part, index), torch.ops.mfsdp
+        if (call := stage.call(self.spec(part, index))) is not None:
             operator, arguments = call
-            start = lambda x, token: operator(x, *arguments)  # noqa: E731
-            wait = lambda x, token: compat.wait_tensor(x)  # noqa: E731
-        else:
-            start = lambda x, token: operators.start_stage(x, token if is_told else None, *place)  # noqa: E731
-            wait = lambda x, token: operators.wait_stage(x, token if is_told else None, *place)  # noqa: E731
-        flights = [flight for flight in self.reduction if (flight.part, flight.index) == (part, index)]
-        if flights and self.operator(flights[0])[0] is operators.reduce_if_due.default:
-            start = lambda x, token: operators.reduce_if_due(x, token, *place)  # noqa: E731
-        return Step(start, wait)
+            return lambda x, token: operator(x, *arguments)
+        if stage.inlined:
+            return cast(Run, stage.run)  # takes no notice of a state
+        is_told = stage.keeps_state or part == "due"
+        return lambda x, token: operators.run_stage(x, token if is_told else None, *at)
+
+    def _flying(self, place: Place, is_first: bool = False) -> tuple[Run, Run | None]:
+        """Return what starts a stage, and what waits for it; None: ``wait_tensor`` does."""
+        part, index = place
+        stage, at, operators = self[part][index], (self.key, part, index), torch.ops.mfsdp
+        is_told, is_known = stage.keeps_state or part == "due", stage.call(self.spec(part, index)) is not None
+        wait = None if is_known else lambda x, token: operators.wait_stage(x, token if is_told else None, *at)
+        if part == "due" or (self.inspected and is_first):
+            return lambda x, token: operators.reduce_if_due(x, token, *at), wait
+        if is_known:
+            return cast(Run, stage.start), wait  # takes no notice of a state
+        return lambda x, token: operators.start_stage(x, token if is_told else None, *at), wait
 
     def local_call(self, part: str, index: int) -> Call:
         """Return the operator of a local stage in graphs, and its arguments."""
@@ -295,58 +319,36 @@ class Lane:
         return call if call is not None else (torch.ops.mfsdp.start_stage.default, place)
 
     def travel(self, part: str, x: Tensor, token: Tensor | None = None) -> Tensor:
-        """Run all stages of a part, one after the other."""
-        for step in self.steps[part]:
-            x = step.start(x, token)
-            if step.wait is not None:
-                x = step.wait(x, token)
+        """Run all stages of a part, one after the other. Those of reductions have :attr:`reduction`."""
+        for place in self.places(part):
+            if not self[part][place[1]].flies:
+                x = self._local(place)(x, token)
+                continue
+            start, wait = self._flying(place)
+            x = landing_of(wait, [])(start(x, token), token)
         return x
 
-    def local(self, places: Sequence[tuple[str, int]], x: Tensor, token: Tensor | None = None) -> Tensor:
-        """Run local stages."""
-        for part, index in places:
-            x = self.steps[part][index].start(x, token)
+    def finish(self, x: Tensor, token: Tensor | None = None) -> Tensor:
+        """Run the local stages of a gradient that no flying stage reduces."""
+        for place in self.unreduced:
+            x = self._local(place)(x, token)
         return x
-
-    def start(self, number: int, x: Tensor, token: Tensor | None = None) -> Tensor:
-        """Start a flight of the reduction, if it is due."""
-        flight = self.reduction[number]
-        return self.steps[flight.part][flight.index].start(self.local(flight.ungated, x, token), token)
-
-    def land(self, number: int, flying: Tensor, token: Tensor | None = None) -> Tensor:
-        """Wait for a flight of the reduction, and run the local stages behind it."""
-        flight = self.reduction[number]
-        wait = self.steps[flight.part][flight.index].wait
-        assert wait is not None
-        return self.local(flight.after, wait(flying, token), token)
-
-    def start_gather(self, source: Tensor, token: Tensor | None = None) -> Tensor:
-        """Run the stages of a use up to the one that flies. Return what it has in flight."""
-        assert self.gather is not None
-        for step in self.steps["use"][: self.gather + 1]:
-            source = step.start(source, token)
-        return source
-
-    def land_gather(self, flying: Tensor, token: Tensor | None = None) -> Tensor:
-        """Return the whole bucket for what :meth:`start_gather` has returned."""
-        assert self.gather is not None
-        wait = self.steps["use"][self.gather].wait
-        assert wait is not None
-        whole = wait(flying, token)
-        for step in self.steps["use"][self.gather + 1 :]:
-            whole = step.start(whole, token)
-        return whole
 
     def reduced(self, packed: Tensor, token: Tensor | None = None) -> Tensor:
         """Return the gradient of the shard for a packed gradient, all stages one after the other."""
-        for number in range(len(self.reduction)):
-            packed = self.land(number, self.start(number, packed, token), token)
-        return self.local(self.unreduced, packed, token)
+        for flight in self.reduction:
+            packed = flight.land(flight.start(packed, token), token)
+        return self.finish(packed, token)
 
 
 def is_opaque(stage: Stage) -> bool:
     """Whether graphs have a stage as an operator that finds it by its place."""
     return not stage.inlined and stage.call(Spec(0, torch.float32)) is None
+
+
+def is_own(part: object) -> bool:
+    """Whether a stage or a plug-in is one of this package's."""
+    return type(part).__module__.startswith(__name__.rpartition(".lanes.")[0])
 
 
 def lane_at(key: str) -> Lane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,3 +142,32 @@ _PLAIN: tuple[type[Stage], ...] = (Cast, Scale, Trim, AllGather, ReduceScatter, 
 def is_plain(stage: Stage) -> bool:
     """Whether a stage is one of this module's, and not one derived from it."""
     return type(stage) in _PLAIN
+
+
+Run = Callable[[Tensor, Tensor | None], Tensor]
+"""What stages do to a tensor, given the token of its bucket, in graphs and out of them."""
+
+
+def chain_of(runs: Sequence[Run]) -> Run:
+    """Return what runs stages one after the other."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def chain(x: Tensor, token: Tensor | None) -> Tensor:
+        for run in runs:
+            x = run(x, token)
+        return x
+
+    return chain
+
+
+def landing_of(wait: Run | None, after: Sequence[Run]) -> Run:
+    """Return what waits for what is in flight, with ``wait_tensor`` if ``wait`` is None, and runs the stages behind."""
+
+    def land(x: Tensor, token: Tensor | None) -> Tensor:
+        x = compat.wait_tensor(x) if wait is None else wait(x, token)
+        for run in after:
+            x = run(x, token)
+        return x
+
+    return land

@@ -13,15 +13,14 @@ have operators of their own, say so with :meth:`Stage.call`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..geometry.topology import Group
+from ..geometry.groups import Group
 
 
 class Spec(NamedTuple):
@@ -52,9 +51,20 @@ class Cost(NamedTuple):
 Call = tuple[Any, tuple[Any, ...]]
 """An operator, and its arguments behind the tensor and the token."""
 
-State = MutableMapping[str, Any]
-NO_STATE = cast(State, MappingProxyType({}))  # type: ignore[arg-type]
-"""State of stages that keep none. Writing to it raises TypeError."""
+State = dict[str, Any]
+
+
+class _NoState(State):
+    """State of stages that keep none."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise RuntimeError(
+            f"A stage writes state[{key!r}], but says that it keeps none, so nobody would find it again. Set "
+            "keeps_state = True in its class."
+        )
+
+
+NO_STATE: State = _NoState()
 
 
 class Stage:
@@ -71,7 +81,7 @@ class Stage:
         sums: Whether what ranks have is added.
         error: Relative error that it may add to the largest value of a tensor: of rounding, 0.0 if it is exact.
         keeps_state: Whether ``state`` is a dict that lasts from call to call, one for each bucket and place. Otherwise
-            it is a mapping that cannot be written to.
+            nothing can be put there.
         inlined: Whether graphs have the operators of ``run`` in its place. Only for stages that passes know.
 
     What a stage means (``gathers``, ``scatters``, ``sums``) is what the verifier counts. When a model is sharded, lanes

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import torch
 
+from ..geometry.groups import Group
 from ..geometry.layout import BucketLayout
-from ..geometry.topology import Group, Topology
-from .check import check
+from ..geometry.topology import Topology
 from .lane import GATHERING, Lane, Plugin, Stages
 from .plain import AllGather, AllReduce, Cast, ReduceScatter, Scale
 from .stage import Spec
@@ -63,6 +63,8 @@ def lane_of(bucket: BucketFacts, topology: Topology) -> Lane:
     """
     lane = plain = plain_lane(bucket, topology)
     for plugin in bucket.plugins:
+        from .check import check
+
         lane = plugin(lane, topology)
         check(lane, plain, bucket.name, plugin)
     if not (bucket.travels_plainly or lane.plain_parts.issuperset(GATHERING)):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..geometry.groups import Group
 from ..geometry.rows import RowSplit
-from ..geometry.topology import Group, Topology
+from ..geometry.topology import Topology
 from ..observers import operation_begins
 from .redistribute import as_real
 

@@ -281,6 +281,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
+        self.lane = self.exchange.lane
         vars(self).pop("_is_gathered_by_gloo", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1
@@ -298,11 +299,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.pending = DeferredGradient(self, self._deferred_dtype)
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
-
-    @property
-    def lane(self) -> Lane:
-        """How the bucket travels."""
-        return self.exchange.lane
+        self.token = self.pending.token if self.pending is not None else None
 
     def state_of(self, lane: Lane, part: str, index: int) -> State:
         """Return what a stage of a lane remembers of the bucket."""

@@ -102,6 +102,8 @@ class FlatShard:
         """Adopt the shard, and allocate what stays gathered between uses; see :attr:`flat`."""
         plan = self.plan
         self.pending: DeferredGradient | None = None
+        self.token: Tensor | None = None
+        """What stands for the bucket in graphs; None if they need not know it."""
         self.resident: Tensor | None = None
         self._unused_gather: weakref.finalize | None = None
         self._resident_of = -1  # version of the shard from which the resident was gathered
@@ -158,11 +160,6 @@ class FlatShard:
         start, _, shape, strides = self._whole_places[index]
         full = self.elements(full)
         return full.as_strided(shape, strides, full.storage_offset() + start)
-
-    @property
-    def token(self) -> Tensor | None:
-        """What stands for the bucket in graphs; None if they need to know it."""
-        return self.pending.token if self.pending is not None else None
 
     # -- residents ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ..geometry.topology import Accumulation, Topology
-from ..guests.sums_in_order.stages import sums_of, with_formats
 from ..memory.bucket import Bucket
 from ..plan.precision import Policies
 from ..schedule.schedule import Schedule
@@ -79,10 +78,8 @@ def set_precision(model: ShardedModel, precision: Policies) -> None:
     for bucket in model.buckets:
         plan = bucket.plan
         policy = policies[plan.policy]
-        if policy.wire:
-            policy.check_sums(sums_of(plan.plugins) is not None)
+        plugins = policy.formatted(plan.plugins)
         reduced_in = policy.comm_dtype(plan.model_dtype, plan.compute_dtype)
-        plugins = with_formats(plan.plugins, policy.wire, policy.outer_wire)
         bucket.set_plan(replace(plan, comm_dtype=reduced_in, plugins=plugins))
     model.label_modules()
 

@@ -25,10 +25,8 @@ from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap
 from ..geometry.layout import LayoutPolicy
 from ..geometry.topology import Topology
-from ..guests.sums_in_order.stages import sums_of
 from ..init import meta
 from ..lanes.lane import Lane, Plugin
-from ..lanes.probe import probe
 from ..lanes.strategies import lane_of, plain_lane
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
@@ -135,7 +133,9 @@ def shard_model(
             members.agree_on_experts([*_settings(topology, plan.experts, options), *shared])
         communicators.check_zero_cta(topology, every, options.communication)
         members.make_communicators(options.communication, options.overlap)
-        for size in sorted({sums.within for bucket in plan.buckets if (sums := sums_of(bucket.plugins))} - {0}):
+        for size in sorted(
+            {getattr(plugin, "within", 0) for bucket in plan.buckets for plugin in bucket.plugins} - {0}
+        ):
             members.topology.make_levels(size)
         _probe(plan, members, device)
         if options.registers != "never":
@@ -192,7 +192,10 @@ def _probe(plan: ModelPlan, members: Membership, device: torch.device) -> None:
         if bucket.is_changed_by_user and compat.is_real_group(topology.every.name):
             lane = lane_of(bucket, topology)
             found.setdefault(lane.key, (bucket.name, lane, plain_lane(bucket, topology), topology))
-    probe(found.values(), device)
+    if found:
+        from ..lanes.probe import probe
+
+        probe(found.values(), device)
 
 
 def _lanes(plan: ModelPlan, topologies: Sequence[Topology]) -> list[str]:

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..geometry.groups import Group
 from ..geometry.rows import RowSplit
-from ..geometry.topology import Group, Topology
+from ..geometry.topology import Topology
 from ..memory import host
 from ..memory.redistribute import announce_at_rest, as_real
 from ..memory.tensor import RowShardedTensor

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from .. import compat
 from ..geometry.exchange import Overlap
-from ..geometry.topology import Group, Topology
+from ..geometry.groups import Group
+from ..geometry.topology import Topology
 from ..program_lines import warn
 from ..ranks.agreement import everyones
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
+from ..geometry.groups import Group
 from ..geometry.placements import ShardingStrategy
-from ..geometry.topology import Group, Topology
+from ..geometry.topology import Topology
 
 
 class Arguments(NamedTuple):

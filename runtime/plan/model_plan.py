@@ -17,7 +17,7 @@ from ..formats import extension, quantize
 from ..geometry.bucket_plan import BucketPlan, Offload
 from ..geometry.partition import Partition, Peers, local_part, model_ranks
 from ..geometry.topology import Topology
-from ..lanes.check import is_own
+from ..lanes.lane import is_own
 from ..memory.bucket import is_homeless
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.tensor import RowShardedTensor

@@ -16,11 +16,20 @@ from .. import compat
 from ..formats import quantize
 from ..formats.casts import Casts
 from ..geometry.topology import Topology
-from ..guests.sums_in_order import wire
-from ..guests.sums_in_order.stages import SumsInOrder
 from ..lanes.lane import Plugin
 from ..nearest import names_arguments
 from ..owner import ModuleRef
+
+
+def _wire() -> Any:
+    """The formats, which are loaded when a policy asks for one."""
+    from ..guests.sums_in_order import wire
+
+    return wire
+
+
+def _is_format(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.itemsize < 2 and dtype in _wire().DTYPES
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            if name == "grad_comm_dtype" and ((isinstance(dtype, str) and dtype == _MAIN) or dtype in wire.DTYPES):
+            if name == "grad_comm_dtype" and ((isinstance(dtype, str) and dtype == _MAIN) or _is_format(dtype)):
                 continue
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 or_main = ", 'main'" if name == "grad_comm_dtype" else ""
@@ -105,17 +114,17 @@ class MixedPrecisionPolicy:
         if self.grad_sum_dtype not in (None, torch.float32):
             raise ValueError(f"grad_sum_dtype takes torch.float32 or None, got {self.grad_sum_dtype!r}")
         sent = self.grad_comm_dtype
-        if isinstance(sent, torch.dtype) and sent.itemsize < 2 and sent not in wire.DTYPES:
+        if isinstance(sent, torch.dtype) and sent.itemsize < 2 and not _is_format(sent):
             raise ValueError(
                 f"grad_comm_dtype={sent}: of the dtypes below 16 bits, gradients can be sent in "
-                f"{', '.join(map(str, wire.DTYPES))}"
+                f"{', '.join(map(str, _wire().DTYPES))}"
             )
         within, outer = self.grad_sum_within, self.grad_outer_comm_dtype
         if not (within is None or within == "node" or (type(within) is int and within > 0)):
             raise ValueError(f"grad_sum_within takes a number of ranks, 'node' or None, got {within!r}")
-        if outer is not None and outer not in wire.OUTER_DTYPES:
+        if outer is not None and outer not in _wire().OUTER_DTYPES:
             raise ValueError(
-                f"grad_outer_comm_dtype takes {', '.join(map(str, wire.OUTER_DTYPES))} or None, got {outer!r}"
+                f"grad_outer_comm_dtype takes {', '.join(map(str, _wire().OUTER_DTYPES))} or None, got {outer!r}"
             )
         if self.grad_comm_rounding not in ("nearest", "stochastic"):
             raise ValueError(f"grad_comm_rounding takes 'nearest' or 'stochastic', got {self.grad_comm_rounding!r}")
@@ -163,7 +172,7 @@ class MixedPrecisionPolicy:
             sums_exactly: Whether there are.
         """
         sent = (self.grad_comm_dtype, self.grad_outer_comm_dtype)
-        if self.grad_comm_rounding != "nearest" and not any(dtype in wire.DTYPES for dtype in sent):
+        if self.grad_comm_rounding != "nearest" and not any(map(_is_format, sent)):
             raise ValueError(
                 f"grad_comm_rounding={self.grad_comm_rounding!r} is for gradients in 8 and 4 bits: give "
                 "grad_comm_dtype or grad_outer_comm_dtype."
@@ -222,7 +231,23 @@ class MixedPrecisionPolicy:
         self.check_sums(sums_exactly)
         if not sums_exactly:
             return ()
+        from ..guests.sums_in_order.stages import SumsInOrder
+
         return (SumsInOrder(self.wire, self.outer_wire, self.sums_within(topology) if within else 0),)
+
+    def formatted(self, plugins: tuple[Plugin, ...]) -> tuple[Plugin, ...]:
+        """Return plug-ins of a bucket that send gradients in this policy's formats.
+
+        Raises:
+            ValueError: There is a format, but no sums for which something could be sent in it.
+        """
+        sums = [plugin for plugin in plugins if hasattr(plugin, "outer_wire")]
+        if self.wire:
+            self.check_sums(bool(sums))
+        return tuple(
+            replace(plugin, wire=self.wire, outer_wire=self.outer_wire) if plugin in sums else plugin  # type: ignore[type-var]
+            for plugin in plugins
+        )
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
         """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.
@@ -273,7 +298,7 @@ class MixedPrecisionPolicy:
     @property
     def wire(self) -> str:
         """Format in which gradients are sent; see :mod:`..guests.sums_in_order.wire`. "": none."""
-        return self._format(self.grad_comm_dtype) if self.grad_comm_dtype in wire.DTYPES else ""
+        return self._format(self.grad_comm_dtype) if _is_format(self.grad_comm_dtype) else ""
 
     @property
     def outer_wire(self) -> str:
@@ -281,7 +306,7 @@ class MixedPrecisionPolicy:
         return self._format(self.grad_outer_comm_dtype) if self.grad_outer_comm_dtype is not None else ""
 
     def _format(self, dtype: object) -> str:
-        return wire.name_of(dtype, dtype in wire.DTYPES and self.grad_comm_rounding == "stochastic")
+        return _wire().name_of(dtype, _is_format(dtype) and self.grad_comm_rounding == "stochastic")
 
     def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Return this policy with another one's values for fields that are at their defaults, but for

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import compat, digests
-from ..geometry.topology import Group, Topology
+from ..geometry.groups import Group
+from ..geometry.topology import Topology
 from ..lanes.lane import Lane
 from ..schedule.text import ScheduleLine
 from . import profiling

@@ -36,7 +36,6 @@ import torch.distributed as dist
 
 from .. import compat
 from ..program_lines import place, program_line
-from ..untrusted_files import FileRefused, new_file
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -166,6 +165,8 @@ class Journal:
         folder = directory()
         if folder is None or not dist.is_initialized():
             return None
+        from ..untrusted_files import FileRefused, new_file
+
         path = folder / f"rank-{dist.get_rank()}.json"
         with self._lock, contextlib.suppress(OSError, FileRefused):
             # The first states of an incident count. What a rank does after others have given up says nothing.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .decisions import Decisions
-from .file import ScheduleText
 from .policy import SchedulePolicy
+
+if TYPE_CHECKING:
+    from .file import ScheduleText
 
 
 @dataclass(frozen=True)

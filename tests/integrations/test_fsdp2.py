@@ -211,17 +211,17 @@ def gathers() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def reductions() -> Iterator[list[str]]:
     """Record every collective of the eager path that reduces gradients."""
-    from mfsdp_compile.runtime.lanes.lane import Lane
+    from mfsdp_compile.runtime.eager.reducing import Reducing
 
     found: list[str] = []
-    plain = Lane.start
+    plain = Reducing._start_stage
 
-    def start(lane: Any, number: int, gradient: Tensor, token: Any = None) -> Tensor:
-        if not lane.reduction[number].may_wait:
-            found.append(type(lane.reduction[number].stage).__name__)
-        return plain(lane, number, gradient, token)
+    def start(reducing: Any, bucket: Any, stage: int, *given: Any) -> None:
+        if not (flight := bucket.lane.reduction[stage]).may_wait:
+            found.append(type(flight.stage).__name__)
+        plain(reducing, bucket, stage, *given)
 
-    with mock.patch.object(Lane, "start", start):
+    with mock.patch.object(Reducing, "_start_stage", start):
         yield found
 
 

@@ -16,8 +16,8 @@ from torch import fx
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds, tile_efficiency
 from mfsdp_compile.passes.solver.flow import Category, flow_of
 from mfsdp_compile.passes.solver.kernels import Kernel, kernels, value_bytes
-from mfsdp_compile.runtime.geometry.topology import Group
-from mfsdp_compile.runtime.lanes.plain import AllReduce, ReduceScatter
+from mfsdp_compile.runtime.geometry.groups import Group
+from mfsdp_compile.runtime.lanes.plain import AllReduce, Cast, ReduceScatter, Scale
 
 aten = torch.ops.aten
 US = 1e-6
@@ -385,14 +385,18 @@ def test_the_second_stage_reduces_what_the_first_has_scattered() -> None:
     assert COSTS.gather(whole) == 0.0
 
 
+REDUCED, WIDENED = ReduceScatter(Group("reductions", 4, 0), "avg"), Cast(torch.float32)
+
+
 @pytest.mark.parametrize(
     ("changes", "bytes_per_element"),
     [
         ({}, 0),
-        ({"scale": 0.25}, 4 + 4),
-        ({"comm_dtype": torch.bfloat16}, 2 + 4),
-        ({"comm_dtype": torch.bfloat16, "scale": 0.25}, 2 + 4),  # one kernel where kernels are fused
-        ({"comm_dtype": torch.float16, "scale": 0.25}, 2 + 4),  # scaled before the reduction
+        ({"each": (REDUCED, Scale(0.25))}, 4 + 4),
+        ({"comm_dtype": torch.bfloat16, "each": (REDUCED, WIDENED)}, 2 + 4),
+        # one kernel where kernels are fused
+        ({"comm_dtype": torch.bfloat16, "each": (REDUCED, WIDENED, Scale(0.25))}, 2 + 4),
+        ({"comm_dtype": torch.float16, "pack": (Scale(0.25),), "each": (REDUCED, WIDENED)}, 2 + 4),
     ],
 )
 def test_reduced_gradients_are_cast_and_scaled(changes: dict[str, Any], bytes_per_element: int) -> None:

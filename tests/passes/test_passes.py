@@ -21,9 +21,10 @@ from mfsdp_compile.passes.verifier.contract import Contract, set_contract
 from mfsdp_compile.passes.verifier.verify import ScheduleError
 from mfsdp_compile.runtime.geometry.bucket_plan import BucketPlan
 from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.geometry.topology import Group, Topology
+from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 

@@ -28,7 +28,7 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.parallel import pipeline_parallel
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.geometry.topology import Group
+from mfsdp_compile.runtime.geometry.groups import Group
 
 
 @contextlib.contextmanager

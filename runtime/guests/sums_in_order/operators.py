@@ -17,7 +17,7 @@ from ...collectives.library import library
 from ...lanes.stage import compiled_operators
 from . import wire
 
-library.define("encode_slices(Tensor gradient, int group_size, str format, int pieces=1) -> Tensor")
+library.define("encode_slices(Tensor gradient, int group_size, str format, int pieces) -> Tensor")
 library.define("sum_slices(Tensor slices, int group_size, str format, int numel) -> Tensor")
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...geometry.topology import Group, Topology
-from ...lanes.lane import Lane, Plugin
+from ...geometry.groups import Group
+from ...geometry.topology import Topology
+from ...lanes.lane import Lane
 from ...lanes.plain import AllGather, AllToAll, Cast, Scale, Trim
 from ...lanes.stage import Call, Cost, Local, Spec, Stage
 from . import operators as operators
@@ -162,13 +163,3 @@ def _after(stages: Iterable[Stage], spec: Spec) -> Spec:
     for stage in stages:
         spec = stage.out(spec)
     return spec
-
-
-def sums_of(plugins: Iterable[Plugin]) -> SumsInOrder | None:
-    """Return the plug-in that lets ranks add in their order, if there is one."""
-    return next((plugin for plugin in plugins if isinstance(plugin, SumsInOrder)), None)
-
-
-def with_formats(plugins: tuple[Plugin, ...], wire: str, outer_wire: str) -> tuple[Plugin, ...]:
-    """Return plug-ins that send sums in other formats."""
-    return tuple(replace(p, wire=wire, outer_wire=outer_wire) if isinstance(p, SumsInOrder) else p for p in plugins)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from ... import compat
+from ...geometry.groups import Group
 from ...geometry.partition import whole_tensor
-from ...geometry.topology import Group, Topology
+from ...geometry.topology import Topology
 from ..computed import computing, text_of
 from ..redistribute import all_gather_rows, note_received, take_rows
 from ..replicated import ReplicatedTensor, RowView

@@ -13,6 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import fsdp2, fully_shard_model
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.groups import Group
+from mfsdp_compile.runtime.lanes import running
+from mfsdp_compile.runtime.lanes.lane import Lane
+from mfsdp_compile.runtime.lanes.plain import AllReduce, ReduceScatter
+from mfsdp_compile.runtime.lanes.stage import NO_STATE, Spec
 
 
 def started() -> dict[str, int]:
@@ -110,8 +115,10 @@ def test_a_dimension_of_one_rank(compiled: bool) -> None:
 
 def test_a_sum_over_one_rank_is_no_alias() -> None:
     """Compiled code reuses the memory of the argument while the result is the gradient."""
-    reduced = torch.ops.mfsdp.reduce_if_due.default
-    for collective in ("reduce_scatter", "all_reduce"):
-        given = torch.ones(8), torch.empty(0), collective, "always", "sum", 1, "none", False
-        torch.library.opcheck(reduced, given, test_utils="test_schema")
-        assert torch.equal(reduced(*given), given[0])
+    spec, alone = Spec(8, torch.float32), Group("none", 1, 0)
+    for stage in (ReduceScatter(alone, "sum"), AllReduce(alone, "sum")):
+        lane = Lane(spec, spec, spec, each=(stage,))
+        given = torch.ones(8)
+        found = running.start(lane, "each", 0, given, NO_STATE)
+        assert torch.equal(found, given)
+        assert found.data_ptr() != given.data_ptr()

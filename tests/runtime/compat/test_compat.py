@@ -37,7 +37,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import kernels, ops
 from mfsdp_compile.runtime.compat import gloo
 from mfsdp_compile.runtime.geometry.exchange import Exchange
-from mfsdp_compile.runtime.geometry.topology import Group
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.lanes.plain import AllGather, ReduceScatter
 from mfsdp_compile.runtime.lanes.stage import Spec

@@ -119,6 +119,27 @@ class InPairs:
         return lane.change(lambda stage: isinstance(stage, (ReduceScatter, AllReduce)), put, "each", "due")
 
 
-STRANGERS = {"codec": Scrambled(), "changes": Changes(), "in pairs": InPairs()}
+@dataclass(frozen=True)
+class Times(Local):
+    """A local stage on the gradient's side: exact, if the factor is a power of two."""
+
+    factor: float
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return x * self.factor
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Sends twice the gradients, and halves the sum."""
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        def around(stage: Any) -> tuple[Any, ...]:
+            return Times(2.0), stage, Times(0.5)
+
+        return lane.change(lambda stage: stage.sums, around, "each", "due")
+
+
+STRANGERS = {"codec": Scrambled(), "changes": Changes(), "in pairs": InPairs(), "doubled": Doubled()}
 
 assert collectives  # defines the operators above

@@ -237,8 +237,8 @@ def test_late_references_of_collectives_are_no_use(block: type[nn.Module]) -> No
     eager = model.sharded.eager
     wait, held = eager.step.wait, []  # type: ignore[var-annotated]
 
-    def held_for_a_moment(started: Tensor) -> Tensor:
-        result = wait(started)
+    def held_for_a_moment(started: Tensor, *how: Any) -> Tensor:
+        result = wait(started, *how)
         held.append([result.view(-1), result.view(-1)])
         threading.Timer(0.01, held.pop).start()
         return result

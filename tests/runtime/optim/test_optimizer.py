@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from mfsdp_compile import declare_optimizer, fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.rows import RowSplit
-from mfsdp_compile.runtime.geometry.topology import Group
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.flat_step import FlatStep, flat_step_of
 from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item

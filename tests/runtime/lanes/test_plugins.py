@@ -1,0 +1,240 @@
+"""Stages of plug-ins: the strategy's bits in every mode. They are refused if they lie, or mean something else."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks
+from strangers import STRANGERS, GatherChanges, InPairs, Scrambled
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.runtime.lanes.probe import travel
+from mfsdp_compile.stages import AllGather, Collective, Lane, Local, LyingStage, Scale, Spec, WrongLane
+
+RANKS = 4
+STRATEGIES = (
+    *("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    *("HSDP optim", "HSDP optim_grads_params", "HFSDP"),
+)
+MICROBATCHES = 2
+
+
+def make(strategy: str, mode: str, *plugins: Any, **options: Any) -> tuple[Any, Any]:
+    model = fully_shard_model(
+        parity.build(zoo.Uneven), fsdp_unit_modules=[zoo.Block], plugins=plugins, **mesh_arguments(strategy), **options
+    )
+    if mode == EAGER:
+        return model, model
+    return model, torch.compile(model, backend="mfsdp", options={"inner": mode})
+
+
+def trained(model: Any, call: Any, steps: int = 3) -> list[Tensor]:
+    """Return losses, gradients and parameters of steps of microbatches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for data in parity.batches(steps * MICROBATCHES).chunk(steps):
+        for number, micro in enumerate(data):
+            model.is_last_microbatch = number == len(data) - 1
+            loss = call(micro[dist.get_rank()])
+            loss.backward()
+            found.append(loss.detach())
+        found += [param.grad._local_tensor.clone() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [param._local_tensor.detach().clone() for param in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", STRANGERS)
+@on_ranks(RANKS)
+def test_the_same_bits(kind: str, strategy: str) -> None:
+    """Eager and compiled, and, where a stage is exact, as without it."""
+    eager = trained(*make(strategy, EAGER, STRANGERS[kind]))
+    compiled = trained(*make(strategy, AOT_EAGER, STRANGERS[kind]))
+    assert all(torch.equal(ours, its) for ours, its in zip(eager, compiled, strict=True))
+    plain = trained(*make(strategy, EAGER))
+    if kind != "in pairs":  # which adds in another order
+        assert all(torch.equal(ours, its) for ours, its in zip(eager, plain, strict=True))
+    fused = trained(*make(strategy, INDUCTOR, STRANGERS[kind]))
+    for ours, its in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-5)  # float32 sums in another order, three steps
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that this rank sends to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
+            size, ranks = args[0].numel() * args[0].element_size(), RANKS
+            if "gather" in func._opname:
+                self.bytes += size * (ranks - 1)
+            else:
+                self.bytes += size * (ranks - 1) // ranks * (2 if "all_reduce" in func._opname else 1)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [*STRANGERS, "none"])
+@on_ranks(RANKS)
+def test_costs_are_what_is_sent(kind: str) -> None:
+    """Bytes of all stages' costs are those that collectives count."""
+    for strategy in ("no_shard", "optim", "optim_grads_params"):
+        model, _ = make(strategy, EAGER, *([STRANGERS[kind]] if kind in STRANGERS else []))
+        for bucket in model.sharded.buckets:
+            lane = bucket.lane
+            for parts in (("step", "use"), ("each", "due")):
+                states: Any = collections.defaultdict(dict)
+                x = torch.zeros(lane.spec(parts[0]).numel, dtype=lane.spec(parts[0]).dtype)
+                with _Sent() as sent:
+                    travel(lane, parts, x, states)
+                expected = [stage.cost(lane.spec(p, i)) for p in parts for i, stage in enumerate(lane[p])]
+                assert sent.bytes == sum(cost.sent for cost in expected)
+
+
+@on_ranks(2)
+def test_the_schedule_names_them() -> None:
+    model, call = make("optim_grads_params", AOT_EAGER, Scrambled(), InPairs())
+    call(torch.randn(6, 8)).sum().backward()
+    (graphs,) = (record.schedules for record in model.sharded.compiled_graphs[:1])
+    text = "\n".join(line for lines in graphs.values() for line in lines)
+    assert "scramble key=90, gathered over 2 ranks, unscramble key=90 dtype=torch.float32" in text
+    assert "sum in pairs over 2 ranks" in text
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Swapped(Collective):
+    """Says that it gathers, and puts what ranks have in another order."""
+
+    gathers = True
+
+    def start(self, x: Tensor, state: Any) -> Tensor:
+        return torch.ops._c10d_functional.all_gather_into_tensor(x, self.group.size, self.group.name)
+
+    def wait(self, flying: Tensor, state: Any) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(flying).view(self.ranks, -1).flip(0).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Forgetful(GatherChanges):
+    """Keeps state, and does not say so."""
+
+    keeps_state = False
+
+
+@dataclass(frozen=True)
+class OwnAllGather(AllGather):
+    """Derived from a plain stage, whose operator graphs would have."""
+
+
+@dataclass(frozen=True)
+class Rounded(Local):
+    """Rounds to 8 bits of mantissa."""
+
+    bits: int = 3
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**self.bits).round() / 2**self.bits, exponent)
+
+
+@dataclass(frozen=True)
+class RoundedAsItSays(Rounded):
+    error = 2.0**-3
+
+
+@dataclass(frozen=True)
+class Halved(Local):
+    """Keeps half, and says so."""
+
+    def out(self, spec: Spec) -> Spec:
+        return spec._replace(numel=spec.numel // 2)
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return x[: x.numel() // 2].clone()
+
+
+@dataclass(frozen=True)
+class Longer(Local):
+    """Returns more than it says."""
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return torch.cat([x, x])
+
+
+@dataclass(frozen=True)
+class Put:
+    """Puts stages in the place of gathers, or of stages that reduce."""
+
+    make: Any
+    parts: tuple[str, ...] = ("step", "use")
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        return lane.change(lambda stage: stage.flies, lambda stage: self.make(stage), *self.parts)
+
+
+BACK = ("each", "due")
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "another order": (Put(lambda s: (Swapped(s.group),)), LyingStage, "gathers something else.*off by"),
+    "rounds": (Put(lambda s: (Rounded(), s)), LyingStage, "gathers something else"),
+    "halves what it sums": (Put(lambda s: (s, Rounded(1)), BACK), LyingStage, "reduces something else"),
+    "state": (Put(lambda s: (Forgetful(s.group),)), RuntimeError, "keeps_state = True"),
+    "derived": (Put(lambda s: (OwnAllGather(s.group),)), WrongLane, "Only plain stages may"),
+    "half": (Put(lambda s: (Halved(), s)), WrongLane, "a gathered bucket is"),
+    "longer": (Put(lambda s: (Longer(), s)), RuntimeError, "Longer.run returned"),
+    "gathers twice": (Put(lambda s: (s, s)), WrongLane, "more than one stage of 'use' flies"),
+    "sums nothing": (Put(lambda s: (), BACK), WrongLane, "adds what is on ranks|the gradient of the shard is"),
+    "no lane": (lambda lane, ranks: None, WrongLane, "returned NoneType"),
+    "no stage": (Put(lambda s: (s, "x")), WrongLane, "which is no stage"),
+    "scales": (Put(lambda s: (s, Scale(2.0)), BACK), WrongLane, "scales gradients by"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_what_is_refused(kind: str) -> None:
+    """On all ranks, before anything is trained; the model can be sharded without the plug-in afterwards."""
+    plugin, error, message = REFUSED[kind]
+    model = parity.build(zoo.Uneven)
+    with pytest.raises(error, match=f"(?s){message}"):
+        fully_shard_model(model, fsdp_unit_modules=[zoo.Block], plugins=[plugin])
+    sharded = fully_shard_model(model, fsdp_unit_modules=[zoo.Block])
+    sharded(torch.randn(6, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_rounding_that_is_declared() -> None:
+    model, _ = make("optim_grads_params", EAGER, Put(lambda s: (RoundedAsItSays(), s)))
+    model(torch.randn(6, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_ranks_with_other_plugins() -> None:
+    with pytest.raises(RuntimeError, match="lane of"):
+        make("optim_grads_params", EAGER, Scrambled(1 + dist.get_rank()))
+
+
+@on_ranks(2)
+def test_what_is_not_gathered_by_stages() -> None:
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="gathered in float8 or float4, or gathers itself"):
+        make("optim_grads_params", EAGER, Scrambled(), mixed_precision_policy=policy)
+    model, _ = make("optim_grads_params", EAGER, InPairs(), mixed_precision_policy=policy)  # gradients are
+    model(torch.randn(6, 8)).sum().backward()
