@@ -81,7 +81,7 @@ class BucketInfo:
         Names are left out, because instances that share a graph have different names.
         """
         return (
-            f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
+            f"{self.layout.signature}:{self.exchange[3:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:"
             f"{self.resident_bytes}:{self.resident_rings}:{self.portion_size}:"
             f"{self.portion_group}:{self.releases_resident}:{self.stays}"
@@ -89,7 +89,7 @@ class BucketInfo:
 
     @property
     def has_token(self) -> bool:
-        """Whether the bucket's reduction may be deferred. If so, the graph takes a token for the deferred sum."""
+        """Whether the graph takes a token that says which bucket it is: for a sum that waits, or for stages' state."""
         return self.exchange.lane.has_token(self.trainable)
 
     @property

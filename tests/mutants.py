@@ -167,7 +167,8 @@ def view_of_another_bucket(s: Subject) -> Iterator[Change]:
 def another_gather_awaited(s: Subject) -> Iterator[Change]:
     """Another unit's weights are read, and nothing waits for this unit's."""
     for whole, other in itertools.permutations(s.gathered, 2):
-        yield replace_in(whole.node, whole.launch.node, other.launch.node)
+        for wait in whole.launch.waits:
+            yield replace_in(wait, whole.launch.node, other.launch.node)
 
 
 def shard_read(s: Subject) -> Iterator[Change]:

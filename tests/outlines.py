@@ -49,29 +49,21 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
     """
     ranks = changes.pop("ranks", RANKS)
     layout = BucketLayout(4, ranks, numel // ranks, (Slot("w", (numel,), 0),), alignment_bytes=4)
-    exchange = Exchange(
-        sizes=[numel],
-        ndims=[1],
-        offsets=[0],
-        numel=numel,
-        dtype=torch.float32,
-        gather_size=ranks,
-        gather_group="gathers",
-        comm_dtype=torch.float32,
-        lane_key="",
-    )
-    of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
-    whole, packed = Spec(numel, torch.float32), Spec(numel, of_exchange.get("comm_dtype", torch.float32))
+
+    def spec(dtype: torch.dtype) -> Spec:
+        return Spec(numel, dtype)
+
     lane = Lane(
         Spec(numel // ranks, torch.float32),
-        whole,
-        packed,
-        use=(AllGather(Group("gathers", ranks, 0)),),
+        spec(changes.pop("dtype", torch.float32)),
+        spec(changes.pop("comm_dtype", torch.float32)),
+        use=changes.pop("use", (AllGather(Group("gathers", ranks, 0)),)),
         pack=changes.pop("pack", ()),
         each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
         due=changes.pop("due", ()),
     )
-    of_exchange["lane_key"] = lane.key
+    exchange = Exchange(sizes=[numel], ndims=[1], offsets=[0], lane_key=lane.key)
+    of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
     info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)
     return replace(info, **changes)
 

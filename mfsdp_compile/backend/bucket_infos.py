@@ -46,8 +46,6 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     """
     exchange = plan.exchange(topology)
     alone = exchange._replace(
-        gather_size=1,
-        gather_group="",
         scaling=exchange.scaling if exchange.stays_quantized else "",
         lane_key=exchange.lane.packing().key,
         offload="",

@@ -452,6 +452,15 @@ def _is_in_front(node: fx.Node) -> bool:
     return node.target in (*roles.CASTS, roles.FETCH) or roles.is_local_stage(node)
 
 
+def landing(whole: Whole) -> list[fx.Node]:
+    """Return the local stages between the wait of a gather and the whole bucket, the last one first."""
+    found, node = [], whole.node
+    while roles.is_local_stage(node):
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
+
+
 def whole_operands(call: fx.Node) -> Iterator[tuple[int, Any]]:
     """Yield the buckets that a region reads, each with the operand that must be it."""
     for number, position in roles.body_of(call).meta["mfsdp_wholes"].items():

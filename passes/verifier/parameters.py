@@ -11,7 +11,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import NodeKind, role_of
-from .analysis import RELEASE, Analysis, Findings, arguments, tensor_of, whole_operands
+from .analysis import RELEASE, Analysis, Findings, arguments, landing, tensor_of, whole_operands
 from .contract import Contract
 
 
@@ -43,6 +43,9 @@ def awaited_before_use(found: Analysis, _: Contract | None) -> Findings:
             if partial or (not kept and (exchange.gather_group or found.info(bucket).has_resident)):
                 yield f"views are taken of {whole.node} itself", whole.node, bucket
             continue
+        for node in landing(whole):
+            if order[node] < max(order[source] for source in node.all_input_nodes):
+                yield f"{node} runs before what it reads", node, bucket
         if whole.launch is None and exchange.gather_group:
             yield f"{whole.node} is read, which no gather has made whole", whole.node, bucket
         for node in (*whole.aliases, *whole.casts, *whole.copies, *whole.uses):

@@ -1,4 +1,4 @@
-"""Kernels of the operators that are listed in :mod:`.library`. Those that pack gradients are in :mod:`.reduce`."""
+"""Kernels of the operators that are listed in :mod:`.library`. Those that pack gradients are in :mod:`.pack`."""
 
 from __future__ import annotations
 

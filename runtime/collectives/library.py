@@ -86,15 +86,13 @@ library.define("unshard_quantized(Tensor shell, str layout, str scaling) -> (Ten
 library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scaling) -> Tensor[]")
 library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
-    "int[] sizes, int[] ndims, int[] offsets, int numel, "
-    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str lane, "
+    "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
     "str form, str offload, bool pins, bool keeps_copy) -> Tensor[]"
 )
 library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
-    "int[] sizes, int[] ndims, int[] offsets, int numel, "
-    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str lane, "
+    "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
     "str form, str offload, bool pins, bool keeps_copy) -> (Tensor, Tensor)"
 )

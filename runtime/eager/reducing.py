@@ -298,6 +298,8 @@ class _Reduce(compat.Uncaptured):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, reducing = ctx.bucket(), ctx.reducing()
         requested = RequestedGradients.of([node for node, _ in ctx.next_functions])
+        if bucket is not None:
+            bucket.refuse_parts(requested)
         # Gradients are accumulated when their reduction has finished.
         nothing = (None, None, None, None) + (None,) * requested.count
         if bucket is None or reducing is None:

@@ -162,20 +162,11 @@ class BucketPlan:
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
             offsets=[slot.offset for slot in slots],
-            numel=self.layout.numel,
-            dtype=self.compute_dtype,
-            gather_size=gather.size if gather else 1,
-            gather_group=gather.name if gather else "",
-            comm_dtype=self.comm_dtype,
             lane_key=lane_of(self, topology).key,
             # What stays gathered between uses is dequantized, unless modules get bytes.
             scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
             form=self.form,
         ).with_buffers(self.gather_buffers, self.gradient_buffers)
-        if exchange.gather_size == 1 and self.uses_shard:
-            return exchange._replace(gather_group="").with_buffers(
-                NO_BUFFERS, self.gradient_buffers
-            )  # used from the shard
         if self.offload is None:
             return exchange
         return exchange._replace(

@@ -45,11 +45,6 @@ class _Fields(NamedTuple):
     sizes: list[int]
     ndims: list[int]
     offsets: list[int]
-    numel: int
-    dtype: torch.dtype
-    gather_size: int
-    gather_group: str
-    comm_dtype: torch.dtype
     lane_key: str
     buffers: Sequence[int] = (0, 0, 0, 0)
     scaling: str = ""
@@ -65,10 +60,6 @@ class Exchange(_Fields):
     Attributes:
         sizes, ndims: Shapes of the parameters, concatenated, and the number of dimensions of each.
         offsets: Offsets of the parameters in the bucket, in elements.
-        numel: Elements of the bucket.
-        dtype: Dtype of the gathered parameters (the compute dtype). Shards are cast to it before they are sent.
-        gather_size, gather_group: Number and process group of the ranks to gather over at each use; 1 and "" for none.
-        comm_dtype: Dtype in which gradients are reduced.
         lane_key: Key of its :class:`~..lanes.lane.Lane`.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
@@ -80,6 +71,37 @@ class Exchange(_Fields):
         pins: Whether that host memory is pinned.
         keeps_copy: Whether the device keeps a copy of the shard in the dtype that is sent, from which it gathers.
     """
+
+    @functools.cached_property
+    def lane(self) -> Lane:
+        """How the bucket travels."""
+        return lane_at(self.lane_key)
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return self.lane.whole.numel
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters: the compute dtype."""
+        return self.lane.whole.dtype
+
+    @functools.cached_property
+    def comm_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are packed."""
+        return self.lane.packed.dtype
+
+    @functools.cached_property
+    def gather_size(self) -> int:
+        """Number of ranks to gather over at each use; 1 for none."""
+        return self.lane.use[self.lane.gather].ranks if self.lane.gather is not None else 1
+
+    @functools.cached_property
+    def gather_group(self) -> str:
+        """Process group to gather over at each use; "" for none."""
+        group = self.lane.use[self.lane.gather].group if self.lane.gather is not None else None
+        return group.name if group is not None else ""
 
     @functools.cached_property
     def is_quantized(self) -> bool:
@@ -160,11 +182,6 @@ class Exchange(_Fields):
     def gathers_by_stages(self) -> bool:
         """Whether a use gathers by the stages of the lane."""
         return self.lane.gather is not None and not self.is_quantized
-
-    @functools.cached_property
-    def lane(self) -> Lane:
-        """How the bucket travels."""
-        return lane_at(self.lane_key)
 
 
 def buffer_bytes(exchanges: Iterable[Exchange]) -> int:

@@ -1,18 +1,15 @@
 """Which ranks share what: the ZeRO strategies over one or two dimensions of data-parallel ranks.
 
-                            at rest on a rank               before use                 after backward
-    no_shard                everything                      -                          all-reduce
-    optim                   1/n of optimizer state          gather, once per step      reduce-scatter, once per step
-    optim_grads             1/n of gradients too            gather, once per step      reduce-scatter
-    optim_grads_params      1/n of everything               gather, each use           reduce-scatter
-    HSDP  (outer no_shard)  the same on each outer rank     same as inner strategy     + all-reduce, once per step
-    HFSDP (outer optim)     1/(n m) of optimizer state      gather outer once per      + reduce-scatter, once per step
-                            and gradients                   step, inner as inner
-                                                            strategy
+                            at rest on a rank
+    no_shard                everything
+    optim                   1/n of optimizer state
+    optim_grads             1/n of gradients too
+    optim_grads_params      1/n of everything
+    HSDP  (outer no_shard)  the same on each outer rank
+    HFSDP (outer optim)     1/(n m) of optimizer state and gradients
 
-n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
-:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else reads the properties of :class:`Topology`, which
-come from the :class:`~.placements.Placements` of each dimension.
+n: inner ranks, m: outer ranks. What travels between them is in :mod:`..lanes.strategies`. Everything else reads the
+properties of :class:`Topology`, which come from the :class:`~.placements.Placements` of each dimension.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields
 from fractions import Fraction
+from typing import Any, cast
 
 from .lane import PARTS, REDUCING, Lane, is_own
 from .plain import Scale, is_plain
@@ -36,8 +37,13 @@ def _problem(lane: Lane, plain: Lane) -> str | None:
         return f"it returned {type(lane).__name__}, not a Lane."
     for part in PARTS:
         for stage in lane[part]:
-            if not isinstance(stage, Stage) or not is_dataclass(stage):
-                return f"part {part!r} has {stage!r}, which is no stage: derive a frozen dataclass from one."
+            if not isinstance(stage, Stage):
+                return f"part {part!r} has {stage!r}, which is no stage."
+            made = vars(type(stage))
+            if "__dataclass_fields__" not in made or not made["__dataclass_params__"].frozen:
+                return f"{type(stage).__name__} is no frozen dataclass: decorate it with @dataclass(frozen=True)."
+            if hidden := [field.name for field in fields(cast(Any, stage)) if not field.repr]:
+                return f"the repr of {type(stage).__name__} leaves out {hidden}: compiled code is told apart by it."
             if (stage.inlined or stage.call(Spec(0, lane.shard.dtype)) is not None) and not is_own(stage):
                 return f"{stage.text!r} is inlined in graphs, or has an operator there. Only plain stages may."
     if not all(is_plain(stage) for stage in lane.pack):

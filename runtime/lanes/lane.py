@@ -113,8 +113,9 @@ class Lane:
         Args:
             where: Which stages are replaced.
             put: What stands in the place of one: itself, with others around it, for example.
-            parts: Parts that are changed.
+            parts: Parts that are changed; all but ``pack``, if none is named.
         """
+        parts = parts or tuple(part for part in PARTS if part != "pack")
         changed: dict[str, Any] = {
             part: tuple(new for old in self[part] for new in (put(old) if where(old) else (old,))) for part in parts
         }
@@ -165,6 +166,8 @@ class Lane:
                     waiting, flown = [], True
                 else:
                     (around[-1][2] if flown else waiting).append(place)
+        if around:
+            around[-1][2].extend(waiting)  # nothing of the last part flies
         decisive = next((place for place, _, _ in around if place[0] == "due"), None)
         found = []
         for place, before, after in around:
@@ -232,9 +235,14 @@ class Lane:
         return any(stage.keeps_state for part in PARTS for stage in self[part])
 
     @functools.cached_property
+    def remembers_gradients(self) -> bool:
+        """Whether a stage keeps something of gradients."""
+        return any(stage.keeps_state for part in REDUCING for stage in self[part])
+
+    @functools.cached_property
     def is_opaque(self) -> bool:
         """Whether graphs have stages that they find by their place."""
-        return any(is_opaque(stage) for part in PARTS for stage in self[part])
+        return any(is_opaque(stage) for part in PARTS if part != "step" for stage in self[part])
 
     @functools.cached_property
     def needs_token(self) -> bool:
@@ -268,7 +276,10 @@ class Lane:
         flights = [
             self.flight_spec(part, index) for part in PARTS for index, stage in enumerate(self[part]) if stage.flies
         ]
-        key = hashlib.sha256(repr((self, self._specs, flights)).encode()).hexdigest()[:16]
+        kinds = [(type(s), s.flies, s.gathers, s.scatters, s.sums, s.keeps_state) for part in PARTS for s in self[part]]
+        key = hashlib.sha256(repr((self, kinds, self._specs, flights)).encode()).hexdigest()[:16]
+        while (other := _lanes.get(key)) is not None and other != self:
+            key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a class of the same name, made anew in a notebook
         _lanes[key] = self
         return key
 

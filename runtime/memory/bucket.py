@@ -36,7 +36,7 @@ from ..lanes.stage import State
 from ..owner import Owned, refuse_dropped
 from .aliases import Backing
 from .comm_buffers import BufferPool
-from .deferred_gradients import DeferredGradient
+from .deferred_gradients import DeferredGradient, RequestedGradients
 from .extension import Extension
 from .flat_shard import FlatShard
 from .redistribute import RowMove, announce_at_rest, move_rows, take_rows_of_part
@@ -291,7 +291,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         # Buckets with equal signatures can run each other's compiled graphs.
         self.signature = (
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
-            f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}:{plan.reshard_after_forward}"
+            f"{self.exchange[3:]}:{self.topology.accumulation.forwards_overlap}:{plan.reshard_after_forward}"
         )
         if not self.lane.needs_token:
             self.pending = None
@@ -300,6 +300,15 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
         self.token = self.pending.token if self.pending is not None else None
+
+    def refuse_parts(self, requested: RequestedGradients) -> None:
+        """Raise NotImplementedError if a backward asks for some gradients, and stages remember what they have seen."""
+        if self.lane.remembers_gradients and (requested.returned or requested.left_out):
+            raise NotImplementedError(
+                f"Gradients of bucket {self.plan.name!r} pass stages that keep state ({self.lane.text}), and this "
+                "backward asks for some gradients only (torch.autograd.grad, or backward(inputs=...)): they would "
+                "remember gradients that are not trained with. Take the plug-in out, or ask for all gradients."
+            )
 
     def state_of(self, lane: Lane, part: str, index: int) -> State:
         """Return what a stage of a lane remembers of the bucket."""

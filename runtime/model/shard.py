@@ -26,8 +26,8 @@ from ..geometry.exchange import Overlap
 from ..geometry.layout import LayoutPolicy
 from ..geometry.topology import Topology
 from ..init import meta
-from ..lanes.lane import Lane, Plugin
-from ..lanes.strategies import lane_of, plain_lane
+from ..lanes.lane import PARTS, Lane, Plugin, is_own
+from ..lanes.strategies import lane_of
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
 from ..memory.bucket import Bucket, ParamHandle
@@ -42,6 +42,7 @@ from ..plan.model_plan import ModelPlan, divide
 from ..plan.precision import GradientPolicy, Policies
 from ..plan.references import move_hooks, retire
 from ..plan.units import Unit, UnitModules
+from ..program_lines import warn
 from ..ranks.agreement import agree
 from ..ranks.coordinator import Coordinator
 from .membership import Membership
@@ -187,11 +188,22 @@ def shard_model(
 def _probe(plan: ModelPlan, members: Membership, device: torch.device) -> None:
     """Run lanes that the user's plug-ins have changed on small integers, once for each kind of bucket."""
     found: dict[str, tuple[str, Lane, Lane, Topology]] = {}
+    plugins = {id(plugin): plugin for bucket in plan.buckets for plugin in bucket.plugins if not is_own(plugin)}
     for bucket in plan.buckets:
         topology = members.topologies[bucket.is_expert]
-        if bucket.is_changed_by_user and compat.is_real_group(topology.every.name):
-            lane = lane_of(bucket, topology)
-            found.setdefault(lane.key, (bucket.name, lane, plain_lane(bucket, topology), topology))
+        if not bucket.is_changed_by_user:
+            continue
+        own, theirs = (tuple(p for p in bucket.plugins if is_own(p) == mine) for mine in (True, False))
+        like, lane = lane_of(replace(bucket, plugins=own), topology), lane_of(bucket, topology)
+        for plugin in theirs:
+            if lane_of(replace(bucket, plugins=(*own, plugin)), topology) != like:
+                plugins.pop(id(plugin), None)
+        if any(stage.error for part in PARTS for stage in like[part]):  # then nothing is exact
+            like, lane = (lane_of(replace(bucket, plugins=plugins), topology) for plugins in ((), theirs))
+        if compat.is_real_group(topology.every.name):
+            found.setdefault(lane.key, (bucket.name, lane, like, topology))
+    for plugin in plugins.values():
+        warn(f"Plug-in {plugin!r} changes the lane of no bucket. Does the strategy have the stages that it looks for?")
     if found:
         from ..lanes.probe import probe
 

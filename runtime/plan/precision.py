@@ -16,7 +16,7 @@ from .. import compat
 from ..formats import quantize
 from ..formats.casts import Casts
 from ..geometry.topology import Topology
-from ..lanes.lane import Plugin
+from ..lanes.lane import Plugin, is_own
 from ..nearest import names_arguments
 from ..owner import ModuleRef
 
@@ -241,7 +241,7 @@ class MixedPrecisionPolicy:
         Raises:
             ValueError: There is a format, but no sums for which something could be sent in it.
         """
-        sums = [plugin for plugin in plugins if hasattr(plugin, "outer_wire")]
+        sums = [plugin for plugin in plugins if is_own(plugin) and hasattr(plugin, "outer_wire")]
         if self.wire:
             self.check_sums(bool(sums))
         return tuple(

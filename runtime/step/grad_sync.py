@@ -192,6 +192,7 @@ class GradSync:
             if bucket is None or bucket not in own or not bucket.plan.requires_grad or not backward.leaves:
                 continue  # without leaves, the eager path reduces
             requested = backward.requested = RequestedGradients.of(backward.leaves)
+            bucket.refuse_parts(requested)
             if bucket.pending is not None:
                 bucket.pending.requested = requested
             used = backward.used - requested.left_out

@@ -381,7 +381,7 @@ def test_the_second_stage_reduces_what_the_first_has_scattered() -> None:
     assert COSTS.reduction(info, 0) == collective_seconds("reduce_scatter", 4 * MB, Ring(4), MACHINE)
     assert COSTS.reduction(info, 1) == collective_seconds("all_reduce", MB, Ring(8, 4), MACHINE)
     assert COSTS.gather(info) == collective_seconds("all_gather", 4 * MB, Ring(4), MACHINE)
-    whole = bucket("a", MB, gather_size=1, gather_group="")
+    whole = bucket("a", MB, use=())
     assert COSTS.gather(whole) == 0.0
 
 

@@ -18,7 +18,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outlines import COSTS, MACHINE, bucket, chain
+from outlines import COSTS, MACHINE, RANKS, bucket, chain
 from torch import nn
 
 from mfsdp_compile import fully_shard_model
@@ -43,6 +43,8 @@ from mfsdp_compile.passes.solver.simulate import (
 from mfsdp_compile.passes.solver.solve import Solution, solve
 from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.groups import Group
+from mfsdp_compile.runtime.lanes.plain import AllGather
 from mfsdp_compile.runtime.schedule import decisions as deciding
 from mfsdp_compile.runtime.schedule.decisions import Ahead, Decisions, Limit, Why
 from mfsdp_compile.runtime.schedule.file import ScheduleText
@@ -374,10 +376,11 @@ def plans(draw: st.DrawFn) -> StepOutlines:
     infos = []
     count = draw(st.integers(1, 8))
     gathers = draw(st.sampled_from(["gathers", "reductions"]))
+    use = (AllGather(Group(gathers, RANKS, 0)),)
     for i in range(count):
         for name in draw(st.sampled_from([[f"u{i}"], [f"u{i}"], [f"u{i}#0", f"u{i}#1"]])):
             trainable = draw(st.booleans()) or draw(st.booleans())
-            infos.append(bucket(name, draw(NUMELS), f"u{i}", trainable=trainable, gather_group=gathers))
+            infos.append(bucket(name, draw(NUMELS), f"u{i}", trainable=trainable, use=use))
     return chain(
         infos,
         [draw(SECONDS) for _ in range(count)],

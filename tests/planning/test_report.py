@@ -60,8 +60,10 @@ from mfsdp_compile.report import (
 from mfsdp_compile.report.numbers import change_text
 from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.lanes.lane import Lane
+from mfsdp_compile.runtime.lanes.plain import AllGather
 from mfsdp_compile.runtime.lanes.stage import Spec
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.untrusted_files import new_file
@@ -80,8 +82,9 @@ def bucket(unit: str, width: int, ranks: int = 8) -> BucketInfo:
     specs = [ParamSpec(prefix + name, shape) for name, shape in zip(names, shapes, strict=True)]
     (layout,) = plan_layouts(specs, 2, ranks)
     whole, packed = (Spec(layout.numel, dtype) for dtype in (torch.bfloat16, torch.float32))
-    lane = Lane(Spec(layout.shard_numel, torch.float32), whole, packed)
-    exchange = Exchange([], [], [], layout.numel, torch.bfloat16, ranks, "g", torch.float32, lane.key)
+    gathers = (AllGather(Group("g", ranks, 0)),)
+    lane = Lane(Spec(layout.shard_numel, torch.float32), whole, packed, use=gathers)
+    exchange = Exchange([], [], [], lane.key)
     return BucketInfo(unit or "root", unit, layout, exchange, 2 * layout.numel, trainable=True)
 
 

@@ -568,11 +568,6 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         sizes=[4, 2, 4],
         ndims=[2, 1],
         offsets=[0, 8],
-        numel=16,
-        dtype=torch.float32,
-        gather_size=4,
-        gather_group="0",
-        comm_dtype=torch.float32,
         lane_key=lane.key,
     )
     shard = torch.randn(4, requires_grad=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import parity
@@ -13,12 +14,13 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from strangers import STRANGERS, GatherChanges, InPairs, Scrambled
+from strangers import STRANGERS, GatherChanges, InPairs, Scrambled, Times
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.runtime.lanes.lane import lane_at
 from mfsdp_compile.runtime.lanes.probe import travel
 from mfsdp_compile.stages import AllGather, Collective, Lane, Local, LyingStage, Scale, Spec, WrongLane
 
@@ -155,6 +157,24 @@ class Rounded(Local):
         return torch.ldexp((mantissa * 2**self.bits).round() / 2**self.bits, exponent)
 
 
+class Undecorated(Rounded):
+    """No dataclass of its own: its repr would not name what it adds."""
+
+
+@dataclass(frozen=True)
+class Residual(Local):
+    """Keeps what rounding has lost, and adds it the next time: what is lost then may be as much."""
+
+    keeps_state = True
+    error = 2.0**-2
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        total = x + state.get("lost", 0)
+        rounded = Rounded().run(total, state)
+        state["lost"] = total - rounded
+        return rounded
+
+
 @dataclass(frozen=True)
 class RoundedAsItSays(Rounded):
     error = 2.0**-3
@@ -197,6 +217,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "halves what it sums": (Put(lambda s: (s, Rounded(1)), BACK), LyingStage, "reduces something else"),
     "state": (Put(lambda s: (Forgetful(s.group),)), RuntimeError, "keeps_state = True"),
     "derived": (Put(lambda s: (OwnAllGather(s.group),)), WrongLane, "Only plain stages may"),
+    "undecorated": (Put(lambda s: (Undecorated(), s)), WrongLane, "is no frozen dataclass"),
     "half": (Put(lambda s: (Halved(), s)), WrongLane, "a gathered bucket is"),
     "longer": (Put(lambda s: (Longer(), s)), RuntimeError, "Longer.run returned"),
     "gathers twice": (Put(lambda s: (s, s)), WrongLane, "more than one stage of 'use' flies"),
@@ -223,6 +244,70 @@ def test_what_is_refused(kind: str) -> None:
 def test_rounding_that_is_declared() -> None:
     model, _ = make("optim_grads_params", EAGER, Put(lambda s: (RoundedAsItSays(), s)))
     model(torch.randn(6, 8)).sum().backward()
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    """As in a notebook, where a cell runs again: graphs of the first model keep its stages."""
+
+    def lane() -> Lane:
+        @dataclass(frozen=True)
+        class Made(Local):
+            pass
+
+        spec = Spec(8, torch.float32)
+        return Lane(spec, spec, spec, use=(Made(),))
+
+    first, second = lane(), lane()
+    assert first.key != second.key
+    assert lane_at(first.key) is first
+    assert lane_at(second.key) is second
+
+
+@dataclass(frozen=True)
+class HalvedWhenDone:
+    """Doubles what is reduced, and halves it in a part in which nothing flies."""
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        return replace(lane, each=(Times(2.0), *lane.each), due=(*lane.due, Times(0.5)))
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params", "no_shard"])
+@on_ranks(RANKS)
+def test_no_stage_is_left_out(strategy: str) -> None:
+    plain = trained(*make(strategy, EAGER), steps=2)
+    for mode in (EAGER, AOT_EAGER):
+        found = trained(*make(strategy, mode, HalvedWhenDone()), steps=2)
+        assert all(torch.equal(ours, its) for ours, its in zip(found, plain, strict=True))
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_trained_with() -> None:
+    """Stages that keep state would remember them."""
+
+    def put(stage: Any) -> tuple[Any, ...]:
+        return Residual(), stage
+
+    for mode in (EAGER, AOT_EAGER):
+        model, call = make("optim_grads_params", mode, Put(put, BACK))
+        loss = call(torch.randn(6, 8)).sum()
+        with pytest.raises(NotImplementedError, match="asks for some gradients only"):
+            torch.autograd.grad(loss, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_with_sums_in_8_bits() -> None:
+    """The user's stage is not blamed for the format's rounding."""
+    policy = MixedPrecisionPolicy(grad_sum_dtype=torch.float32, grad_comm_dtype=torch.int8)
+    for plugin in (Scrambled(), InPairs()):
+        model, _ = make("optim_grads_params", EAGER, plugin, mixed_precision_policy=policy)
+        model(torch.randn(6, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_plugin_that_changes_nothing() -> None:
+    first = dist.get_rank() == 0
+    with pytest.warns(UserWarning, match="changes the lane of no bucket") if first else contextlib.nullcontext():
+        make("optim_grads_params", EAGER, Put(lambda s: (s,), ("step",)))
 
 
 @on_ranks(2)
