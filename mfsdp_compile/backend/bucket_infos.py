@@ -47,7 +47,7 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     exchange = plan.exchange(topology)
     alone = exchange._replace(
         scaling=exchange.scaling if exchange.stays_quantized else "",
-        lane_key=exchange.lane.packing().key,
+        lane_key=exchange.lane.packing.key,
         offload="",
         pins=False,
         keeps_copy=False,

@@ -298,7 +298,7 @@ class _Reduce(compat.Uncaptured):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, reducing = ctx.bucket(), ctx.reducing()
         requested = RequestedGradients.of([node for node, _ in ctx.next_functions])
-        if bucket is not None:
+        if bucket is not None and (requested.returned or requested.left_out):
             bucket.refuse_parts(requested)
         # Gradients are accumulated when their reduction has finished.
         nothing = (None, None, None, None) + (None,) * requested.count

@@ -158,11 +158,11 @@ class BucketPlan:
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
         gather, slots = topology.gather_group, self.layout.slots
-        exchange = Exchange(
+        exchange = Exchange.along(
+            lane_of(self, topology),
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
             offsets=[slot.offset for slot in slots],
-            lane_key=lane_of(self, topology).key,
             # What stays gathered between uses is dequantized, unless modules get bytes.
             scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
             form=self.form,

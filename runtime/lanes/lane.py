@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -32,7 +33,8 @@ PARTS = ("step", "use", "pack", "each", "due")
 GATHERING = ("step", "use")
 REDUCING = ("pack", "each", "due")
 
-_lanes: dict[str, Lane] = {}
+_lanes: weakref.WeakValueDictionary[str, Lane] = weakref.WeakValueDictionary()
+"""By key. Buckets keep theirs: a stage's class may hold on to all of a user's program."""
 
 
 Place = tuple[str, int]
@@ -263,10 +265,11 @@ class Lane:
         """Factor of gradients once they are packed."""
         return math.prod(stage.factor for stage in self.pack if isinstance(stage, Scale))
 
+    @functools.cached_property
     def packing(self) -> Lane:
-        """Return the lane of a bucket that another graph, or the eager path, gathers and reduces."""
+        """The lane of a bucket that another graph, or the eager path, gathers and reduces."""
         spec = self.packed
-        return Lane(spec, self.whole, spec, self.packed_scale, pack=self.pack)
+        return interned(Lane(spec, self.whole, spec, self.packed_scale, pack=self.pack))
 
     # -- identity -----------------------------------------------------------------------------------------------------
 
@@ -280,7 +283,7 @@ class Lane:
         key = hashlib.sha256(repr((self, kinds, self._specs, flights)).encode()).hexdigest()[:16]
         while (other := _lanes.get(key)) is not None and other != self:
             key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a class of the same name, made anew in a notebook
-        _lanes[key] = self
+        _lanes.setdefault(key, self)
         return key
 
     @functools.cached_property
@@ -375,6 +378,11 @@ def lane_at(key: str) -> Lane:
             "sharded with other settings or plug-ins. Shard the model as it was then, or compile again."
         )
     return lane
+
+
+def interned(lane: Lane) -> Lane:
+    """Return the lane that has this one's key, equal to it. It exists as long as somebody keeps it."""
+    return lane_at(lane.key)
 
 
 class Plugin(Protocol):

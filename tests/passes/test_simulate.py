@@ -264,8 +264,7 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
     They are gathered one after the other.
     """
     whole: dict[str, Any] = {
-        "gather_size": 1,
-        "gather_group": "",
+        "use": (),
         "has_resident": True,
         "resident_rings": ((RANKS, 1),),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from strangers import STRANGERS, GatherChanges, InPairs, Scrambled, Times
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
@@ -58,17 +60,31 @@ def trained(model: Any, call: Any, steps: int = 3) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def same_bits(kind: str, strategy: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what is trained without the stage, and compiled with it; compare both with eager steps."""
+    plain, eager = trained(*make(strategy, EAGER)), trained(*make(strategy, EAGER, STRANGERS[kind]))
+    compiled = trained(*make(strategy, AOT_EAGER, STRANGERS[kind]))
+    assert all(torch.equal(ours, its) for ours, its in zip(eager, compiled, strict=True))
+    if kind != "in pairs":  # which adds in another order
+        assert all(torch.equal(ours, its) for ours, its in zip(eager, plain, strict=True))
+    return plain, compiled
+
+
+@pytest.mark.parametrize("strategy", ["optim", "HSDP optim_grads_params"])
 @pytest.mark.parametrize("kind", STRANGERS)
 @on_ranks(RANKS)
 def test_the_same_bits(kind: str, strategy: str) -> None:
     """Eager and compiled, and, where a stage is exact, as without it."""
-    eager = trained(*make(strategy, EAGER, STRANGERS[kind]))
-    compiled = trained(*make(strategy, AOT_EAGER, STRANGERS[kind]))
-    assert all(torch.equal(ours, its) for ours, its in zip(eager, compiled, strict=True))
-    plain = trained(*make(strategy, EAGER))
-    if kind != "in pairs":  # which adds in another order
-        assert all(torch.equal(ours, its) for ours, its in zip(eager, plain, strict=True))
+    same_bits(kind, strategy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", STRANGERS)
+@on_ranks(RANKS)
+def test_every_strategy(kind: str, strategy: str) -> None:
+    """Compiled by Inductor, too."""
+    plain, _ = same_bits(kind, strategy)
     fused = trained(*make(strategy, INDUCTOR, STRANGERS[kind]))
     for ours, its in zip(fused, plain, strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-5)  # float32 sums in another order, three steps
@@ -308,6 +324,30 @@ def test_a_plugin_that_changes_nothing() -> None:
     first = dist.get_rank() == 0
     with pytest.warns(UserWarning, match="changes the lane of no bucket") if first else contextlib.nullcontext():
         make("optim_grads_params", EAGER, Put(lambda s: (s,), ("step",)))
+
+
+@on_ranks(2)
+def test_nothing_holds_a_model_whose_program_has_a_stage() -> None:
+    """Functions of a stage's class hold the program's names, the model among them."""
+    program = """
+@dataclass(frozen=True)
+class Same(Local):
+    def run(self, x, state):
+        return x
+
+def plugin(lane, ranks):
+    return lane.change(lambda s: s.gathers, lambda s: (Same(), s))
+
+model = fully_shard_model(nn.Linear(8, 8), plugins=[plugin])
+model(torch.randn(2, 8)).sum().backward()
+"""
+    names: dict[str, Any] = {each.__name__: each for each in (dataclass, Local, fully_shard_model)}
+    names |= {"nn": nn, "torch": torch, "__name__": __name__}
+    exec(program, names)
+    bucket = weakref.ref(names["model"].sharded.buckets[0])
+    del names
+    gc.collect()
+    assert bucket() is None
 
 
 @on_ranks(2)
