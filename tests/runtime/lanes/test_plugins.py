@@ -257,6 +257,13 @@ def test_what_is_refused(kind: str) -> None:
 
 
 @on_ranks(2)
+def test_gradients_that_are_not_summed() -> None:
+    """All ranks hold all of them, so their size says nothing."""
+    with pytest.raises(WrongLane, match="adds what is on ranks: 1, and the strategy's 2"):
+        make("no_shard", EAGER, Put(lambda s: (), BACK))
+
+
+@on_ranks(2)
 def test_rounding_that_is_declared() -> None:
     model, _ = make("optim_grads_params", EAGER, Put(lambda s: (RoundedAsItSays(), s)))
     model(torch.randn(6, 8)).sum().backward()
