@@ -150,7 +150,7 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
 
 def _local_stages(found: Analysis, reduction: ReductionFlow, lane: Lane) -> Findings:
     """Check that local stages of plug-ins, and waits, are those of the lane, in its order."""
-    ways = [reduction.before[0], *reduction.before[1:]] if reduction.stages else []
+    ways = reduction.before if reduction.stages else ()
     for _, after in reduction.returned or ([(0, ())] if reduction.stages else []):
         for number, passed in enumerate([*ways, after]):
             before = lane.reduction[number].ungated if number < len(lane.reduction) else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -110,10 +110,7 @@ def _exchange_slices(slices: Tensor, group_size: int, group: str) -> Tensor:
 
 @torch.library.impl(library, "run_stage", "CompositeExplicitAutograd")
 def _run_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
-    way = lane_at(lane)
-    if _is_skipped(token, part):
-        return like(x, way.spec(part, index + 1)).zero_()
-    return running.run(way, part, index, x, state_of(way, part, index, token))
+    return _unless_skipped(running.run, x, token, lane, part, index)
 
 
 @torch.library.impl(library, "start_stage", "CompositeExplicitAutograd")
@@ -124,10 +121,17 @@ def _start_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: i
 
 @torch.library.impl(library, "wait_stage", "CompositeExplicitAutograd")
 def _wait_stage(flying: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    return _unless_skipped(running.wait, flying, token, lane, part, index)
+
+
+def _unless_skipped(
+    how: Callable[..., Tensor], x: Tensor, token: Tensor | None, lane: str, part: str, index: int
+) -> Tensor:
+    """Run or await a stage. Return zeros if it is skipped."""
     way = lane_at(lane)
     if _is_skipped(token, part):
-        return like(flying, way.spec(part, index + 1)).zero_()
-    return running.wait(way, part, index, flying, state_of(way, part, index, token))
+        return like(x, way.spec(part, index + 1)).zero_()
+    return how(way, part, index, x, state_of(way, part, index, token))
 
 
 def _is_skipped(token: Tensor | None, part: str) -> bool:

@@ -27,7 +27,6 @@ def check(lane: Lane, plain: Lane, bucket: str, plugin: object) -> None:
     Raises:
         WrongLane: It is none, or means something else than the strategy's.
     """
-
     if (problem := _problem(lane, plain)) is not None:
         raise WrongLane(f"Plug-in {plugin!r} cannot be used for bucket {bucket!r}: {problem}")
 

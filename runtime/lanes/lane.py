@@ -110,11 +110,11 @@ class Lane:
         return stages
 
     def change(self, where: Callable[[Stage], bool], put: Callable[[Stage], Sequence[Stage]], *parts: str) -> Lane:
-        """Return the lane with other stages in the place of some.
+        """Return a lane in which some stages are replaced.
 
         Args:
             where: Which stages are replaced.
-            put: What stands in the place of one: itself, with others around it, for example.
+            put: Returns the stages that replace one, such as an encoder, the stage itself and a decoder.
             parts: Parts that are changed; all but ``pack``, if none is named.
         """
         parts = parts or tuple(part for part in PARTS if part != "pack")
@@ -282,7 +282,7 @@ class Lane:
         kinds = [(type(s), s.flies, s.gathers, s.scatters, s.sums, s.keeps_state) for part in PARTS for s in self[part]]
         key = hashlib.sha256(repr((self, kinds, self._specs, flights)).encode()).hexdigest()[:16]
         while (other := _lanes.get(key)) is not None and other != self:
-            key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a class of the same name, made anew in a notebook
+            key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a notebook cell has defined the class again
         _lanes.setdefault(key, self)
         return key
 

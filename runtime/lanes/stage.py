@@ -114,7 +114,7 @@ class Stage:
         return self.out(spec)
 
     def run(self, x: Tensor, state: State) -> Tensor:
-        """Compute. The result is ``x`` itself, or shares no memory with it."""
+        """Compute. The result is new memory, ``x``, or a view of it. ``x`` stays as it is."""
         raise NotImplementedError(f"{type(self).__name__} has no run(x, state).")
 
     def start(self, x: Tensor, state: State) -> Tensor:
@@ -122,7 +122,7 @@ class Stage:
         raise NotImplementedError(f"{type(self).__name__} flies, but has no start(x, state).")
 
     def wait(self, flying: Tensor, state: State) -> Tensor:
-        """Wait for what ``start`` returned. Return what has landed: ``flying`` itself, or other memory."""
+        """Wait for what ``start`` returned. Return what has landed: new memory, ``flying``, or a view."""
         raise NotImplementedError(f"{type(self).__name__} flies, but has no wait(flying, state).")
 
     def cost(self, spec: Spec) -> Cost:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -244,10 +244,8 @@ class MixedPrecisionPolicy:
         sums = [plugin for plugin in plugins if is_own(plugin) and hasattr(plugin, "outer_wire")]
         if self.wire:
             self.check_sums(bool(sums))
-        return tuple(
-            replace(plugin, wire=self.wire, outer_wire=self.outer_wire) if plugin in sums else plugin  # type: ignore[type-var]
-            for plugin in plugins
-        )
+        formats: dict[str, Any] = {"wire": self.wire, "outer_wire": self.outer_wire}
+        return tuple(replace(cast(Any, plugin), **formats) if plugin in sums else plugin for plugin in plugins)
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
         """Dtype of a gathered parameter, or of the two numbers that a complex one consists of.

@@ -217,7 +217,7 @@ class Longer(Local):
 
 @dataclass(frozen=True)
 class Put:
-    """Puts stages in the place of gathers, or of stages that reduce."""
+    """Replaces the stages of some parts that fly."""
 
     make: Any
     parts: tuple[str, ...] = ("step", "use")
