@@ -62,7 +62,7 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
         each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
         due=changes.pop("due", ()),
     )
-    exchange = Exchange.along(lane, sizes=[numel], ndims=[1], offsets=[0])
+    exchange = Exchange([numel], [1], [0], lane.key)
     of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
     info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)
     return replace(info, **changes)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..formats import forms, quantize
 from ..formats.extension import FORM
-from ..lanes.lane import Plugin, is_own
+from ..lanes.lane import Lane, Plugin, is_own, lane_at
 from ..lanes.strategies import lane_of
 from ..owner import ModuleRef, refuse_dropped
 from .exchange import NO_BUFFERS, Buffers, Exchange
@@ -155,14 +155,23 @@ class BucketPlan:
         """Whether a rank that gathers from itself alone uses the shard's own memory."""
         return not (self.scaling or self.is_extension or self.offload)
 
+    def lane(self, topology: Topology) -> Lane:
+        """Return the lane of the bucket over the ranks of ``topology``. It exists as long as the plan does."""
+        lane = lane_of(self, topology)
+        return self._lanes.setdefault(lane.key, lane_at(lane.key))
+
+    @functools.cached_property
+    def _lanes(self) -> dict[str, Lane]:
+        return {}
+
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
         gather, slots = topology.gather_group, self.layout.slots
-        exchange = Exchange.along(
-            lane_of(self, topology),
+        exchange = Exchange(
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
             offsets=[slot.offset for slot in slots],
+            lane_key=self.lane(topology).key,
             # What stays gathered between uses is dequantized, unless modules get bytes.
             scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
             form=self.form,

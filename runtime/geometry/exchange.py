@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..formats import quantize
-from ..lanes.lane import Lane, interned, lane_at
+from ..lanes.lane import Lane, lane_at
 
 
 class Buffers(NamedTuple):
@@ -72,22 +72,9 @@ class Exchange(_Fields):
         keeps_copy: Whether the device keeps a copy of the shard in the dtype that is sent, from which it gathers.
     """
 
-    @classmethod
-    def along(cls, lane: Lane, sizes: list[int], ndims: list[int], offsets: list[int], **others: Any) -> Exchange:
-        """Return an exchange that keeps its lane: what a bucket has. Graphs have the fields alone."""
-        exchange = cls(sizes, ndims, offsets, lane.key, **others)
-        vars(exchange)["lane"] = interned(lane)
-        return exchange
-
-    def _replace(self, **changes: Any) -> Exchange:
-        exchange = super()._replace(**changes)
-        if "lane_key" not in changes:
-            vars(exchange)["lane"] = self.lane
-        return exchange
-
-    @functools.cached_property
+    @property
     def lane(self) -> Lane:
-        """How the bucket travels."""
+        """How the bucket travels. What keeps an exchange, such as a graph of torch, does not keep the lane."""
         return lane_at(self.lane_key)
 
     @functools.cached_property

@@ -34,7 +34,9 @@ GATHERING = ("step", "use")
 REDUCING = ("pack", "each", "due")
 
 _lanes: weakref.WeakValueDictionary[str, Lane] = weakref.WeakValueDictionary()
-"""By key. Buckets keep theirs: a stage's class may hold on to all of a user's program."""
+"""By key. The plans of buckets keep theirs: a stage's class may hold on to all of a user's program."""
+_own_lanes: dict[str, Lane] = {}
+"""Those that consist of this package's stages."""
 
 
 Place = tuple[str, int]
@@ -213,14 +215,14 @@ class Lane:
         after = [self._local(place) for place in self.places("use")[self.gather + 1 :]]
         return landing_of(wait, after) if wait is not None or after else None
 
-    @property
-    def groups(self) -> list[Group]:
-        """Groups of the stages that reduce."""
-        return [flight.stage.group for flight in self.reduction if flight.stage.group is not None]
+    @functools.cached_property
+    def groups(self) -> tuple[Group | None, ...]:
+        """For each flying stage of the reduction, its group."""
+        return tuple(flight.stage.group for flight in self.reduction)
 
     @property
     def group_names(self) -> list[str]:
-        return [group.name for group in self.groups]
+        return [group.name for group in self.groups if group is not None]
 
     @functools.cached_property
     def is_deferred(self) -> bool:
@@ -269,7 +271,7 @@ class Lane:
     def packing(self) -> Lane:
         """The lane of a bucket that another graph, or the eager path, gathers and reduces."""
         spec = self.packed
-        return interned(Lane(spec, self.whole, spec, self.packed_scale, pack=self.pack))
+        return Lane(spec, self.whole, spec, self.packed_scale, pack=self.pack)
 
     # -- identity -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +285,9 @@ class Lane:
         key = hashlib.sha256(repr((self, kinds, self._specs, flights)).encode()).hexdigest()[:16]
         while (other := _lanes.get(key)) is not None and other != self:
             key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a notebook cell has defined the class again
-        _lanes.setdefault(key, self)
+        lane = _lanes.setdefault(key, self)
+        if all(is_own(stage) for part in PARTS for stage in lane[part]):
+            _own_lanes[key] = lane
         return key
 
     @functools.cached_property
@@ -369,7 +373,7 @@ def lane_at(key: str) -> Lane:
     """Return the lane with a key.
 
     Raises:
-        RuntimeError: No bucket of this process has had such a lane.
+        RuntimeError: No bucket of this process has such a lane.
     """
     lane = _lanes.get(key)
     if lane is None:
@@ -378,11 +382,6 @@ def lane_at(key: str) -> Lane:
             "sharded with other settings or plug-ins. Shard the model as it was then, or compile again."
         )
     return lane
-
-
-def interned(lane: Lane) -> Lane:
-    """Return the lane that has this one's key, equal to it. It exists as long as somebody keeps it."""
-    return lane_at(lane.key)
 
 
 class Plugin(Protocol):

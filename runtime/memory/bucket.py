@@ -281,7 +281,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
-        self.lane = self.exchange.lane
+        self.lane = plan.lane(self.topology)
         vars(self).pop("_is_gathered_by_gloo", None)
         if not self.exchange.keeps_copy:
             self._on_device, self._on_device_of = None, -1

@@ -122,7 +122,7 @@ class FlatShard:
             numel = flat.numel() * self.topology.resident_shards
             resident = torch.empty(numel, dtype=plan.held_dtype, device=self.device)
             # What stages make of the shard may not be what it was.
-            is_sent_as_it_is = "step" in plan.exchange(self.topology).lane.plain_parts
+            is_sent_as_it_is = "step" in plan.lane(self.topology).plain_parts
             if plan.main_dtype == plan.held_dtype and plan.offload is None and is_sent_as_it_is:
                 mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.

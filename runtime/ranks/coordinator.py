@@ -20,7 +20,6 @@ import torch.distributed as dist
 from .. import compat, digests
 from ..geometry.groups import Group
 from ..geometry.topology import Topology
-from ..lanes.lane import Lane
 from ..schedule.text import ScheduleLine
 from . import profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
@@ -81,7 +80,8 @@ class BegunGraph(NamedTuple):
         digest: Digest of its schedule.
         schedule: Its collectives, one per line, with numbers for ``buckets``.
         buckets: Names of the buckets.
-        ranks: What each communicates over: its topology, and the stages of its reduction. None: it is gone.
+        ranks: What each communicates over: its topology, and the groups of the stages of its reduction. None: it is
+            gone.
         options: Options that it was compiled with.
         unused: Trainable parameters that get no gradient in it and must be the same on all ranks, because nothing
             compares them later.
@@ -91,7 +91,7 @@ class BegunGraph(NamedTuple):
     digest: str
     schedule: str
     buckets: Sequence[str]
-    ranks: Sequence[tuple[Topology, Lane] | None]
+    ranks: Sequence[tuple[Topology, Sequence[Group | None]] | None]
     options: str
     unused: Sequence[str]
 
@@ -403,7 +403,7 @@ def _named(schedule: str, buckets: Sequence[str]) -> list[str]:
 
 
 def _launches(
-    schedule: str, buckets: Sequence[str], ranks: Sequence[tuple[Topology, Lane] | None], due: bool
+    schedule: str, buckets: Sequence[str], ranks: Sequence[tuple[Topology, Sequence[Group | None]] | None], due: bool
 ) -> list[tuple[str, str]]:
     """Return the collectives that a compiled graph starts, each with the name of its process group.
 
@@ -415,12 +415,12 @@ def _launches(
         line, number = ScheduleLine.parse(named), _NUMBER.search(numbered)
         if line is None or number is None or (over := ranks[int(number[1])]) is None:
             continue
-        (topology, lane), group = over, None
+        (topology, of_stages), group = over, None
         if line.what == "gather" and topology.gather_group is not None:
             # Another model, whose code this one runs, may have created the group of portions.
             group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
         elif line.what == "reduce" and (due or not line.is_deferrable):
-            group = lane.reduction[line.number - 1].stage.group
+            group = of_stages[line.number - 1]
         if group is not None:
             found.append((line.label, group.name))
     return found

@@ -93,7 +93,7 @@ class GraphRun:
                 unused += owner.grad_sync.note_backward(self._backwards)
         if schedule:
             buckets = [backward.bucket() for backward in self._backwards]
-            ranks = [(bucket.topology, bucket.lane) if bucket is not None else None for bucket in buckets]
+            ranks = [(bucket.topology, bucket.lane.groups) if bucket is not None else None for bucket in buckets]
             graph = BegunGraph(phase, digest, schedule, self._buckets, ranks, self._options, unused)
             for owner in self._owners:
                 owner.begin_graph(graph)

@@ -84,7 +84,7 @@ def bucket(unit: str, width: int, ranks: int = 8) -> BucketInfo:
     whole, packed = (Spec(layout.numel, dtype) for dtype in (torch.bfloat16, torch.float32))
     gathers = (AllGather(Group("g", ranks, 0)),)
     lane = Lane(Spec(layout.shard_numel, torch.float32), whole, packed, use=gathers)
-    exchange = Exchange.along(lane, [], [], [])
+    exchange = Exchange([], [], [], lane.key)
     return BucketInfo(unit or "root", unit, layout, exchange, 2 * layout.numel, trainable=True)
 
 

@@ -333,8 +333,9 @@ def test_a_plugin_that_changes_nothing() -> None:
         make("optim_grads_params", EAGER, Put(lambda s: (s,), ("step",)))
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, INDUCTOR])
 @on_ranks(2)
-def test_nothing_holds_a_model_whose_program_has_a_stage() -> None:
+def test_nothing_holds_a_model_whose_program_has_a_stage(mode: str) -> None:
     """Functions of a stage's class hold the program's names, the model among them."""
     program = """
 @dataclass(frozen=True)
@@ -346,10 +347,11 @@ def plugin(lane, ranks):
     return lane.change(lambda s: s.gathers, lambda s: (Same(), s))
 
 model = fully_shard_model(nn.Linear(8, 8), plugins=[plugin])
-model(torch.randn(2, 8)).sum().backward()
+call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
+call(torch.randn(2, 8)).sum().backward()
 """
     names: dict[str, Any] = {each.__name__: each for each in (dataclass, Local, fully_shard_model)}
-    names |= {"nn": nn, "torch": torch, "__name__": __name__}
+    names |= {"nn": nn, "torch": torch, "mode": mode, "__name__": __name__}
     exec(program, names)
     bucket = weakref.ref(names["model"].sharded.buckets[0])
     del names
