@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from .pretrained import load_pretrained, save_pretrained
     from .runtime.determinism import deterministic, seed_step
     from .runtime.geometry.placements import ShardingStrategy
+    from .runtime.guests.offload.policy import OptimizerOffloadPolicy
     from .runtime.optim.kinds import declare_optimizer
     from .runtime.plan.communicators import Communication, Communicator
-    from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.plan.precision import MixedPrecisionPolicy
     from .train_step import TrainStep, compile_step
     from .wrapper import MegatronFSDP
@@ -52,7 +52,7 @@ _PLACES = {
     "runtime.geometry.placements": "ShardingStrategy",
     "runtime.optim.kinds": "declare_optimizer",
     "runtime.plan.communicators": "Communication Communicator",
-    "runtime.plan.offload": "OptimizerOffloadPolicy",
+    "runtime.guests.offload.policy": "OptimizerOffloadPolicy",
     "runtime.plan.precision": "MixedPrecisionPolicy",
     "train_step": "TrainStep compile_step",
     "wrapper": "MegatronFSDP",

@@ -17,18 +17,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.geometry.bucket_plan import Offload
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.geometry.topology import Topology
+from mfsdp_compile.runtime.guests.offload.policy import rest_of
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
+from mfsdp_compile.runtime.lanes.rest import ON_DEVICE, Rest
 from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
-from mfsdp_compile.runtime.plan.offload import offload_of
 from mfsdp_compile.runtime.plan.units import Unit
 from mfsdp_compile.runtime.program_lines import warn
 
@@ -111,7 +111,7 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
         plugins=tuple(given.plugins),
         ignored=frozenset(given.ignored_params),
         reshard_after_forward=_resharding(given.reshard_after_forward, module, topology),
-        offload=_offloading(given.offload_policy, module),
+        rest=_resting(given.offload_policy, module),
     )
     with working(f"sharding {type(module).__name__}"):
         sharded = shard_model(module, topology, every, _device(given.device, topology.mesh), options)
@@ -137,10 +137,11 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
     return _of_unit(values)
 
 
-def _offloading(given: Any, module: nn.Module) -> Callable[[Unit], Offload | None]:
-    """Return the function that says how a unit's buckets are kept in host memory."""
+def _resting(given: Any, module: nn.Module) -> Callable[[Unit], Rest]:
+    """Return the function that says where a unit's buckets rest."""
     values = _by_module("offload_policy", given, module)
-    return _of_unit({key: offload_of(value, "offload_policy") for key, value in values.items()})
+    of_unit = _of_unit({key: rest_of(value, "offload_policy") for key, value in values.items()})
+    return lambda unit: of_unit(unit) or ON_DEVICE
 
 
 def _by_module(name: str, given: Any, module: nn.Module) -> dict[type[nn.Module] | nn.Module, Any]:

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
+from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
-from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.plan.units import UnitModules
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import roles
@@ -86,7 +87,7 @@ def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     """Move starts and waits of copies to their places."""
     turns = _turns(graph, context)
     lines = []
-    for start in graph.find_nodes(op="call_function", target=roles.OFFLOAD_SAVED):
+    for start in graph.find_nodes(op="call_function", target=OFFLOAD_SAVED):
         source, wait = start.all_input_nodes[0], _wait_of(start)
         source.append(start)
         last = _last_read(source, graph)
@@ -98,15 +99,15 @@ def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
         lines.append(f"{source.name}: offloaded, on the device until {'the end' if free is None else wait.next.name}")
     order = {node: position for position, node in enumerate(graph.nodes)}
     top = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    starts = graph.find_nodes(op="call_function", target=roles.FETCH_SAVED)
-    first_reads = {start: min(user for user in start.users if user.target is not roles.WAIT_SAVED) for start in starts}
+    starts = graph.find_nodes(op="call_function", target=FETCH_SAVED)
+    first_reads = {start: min(user for user in start.users if user.target is not WAIT_SAVED) for start in starts}
     for start in sorted(starts, key=lambda start: order[first_reads[start]]):
         first, wait = first_reads[start], _wait_of(start)
         turn = bisect_right([order[node] for node in turns], order[first]) - 1
         before = turns[turn - 1] if turn >= 1 else None
         if before is not None:
             before.prepend(start)
-        elif top.target is not roles.FETCH_SAVED:
+        elif top.target is not FETCH_SAVED:
             top.prepend(start)
         first.prepend(wait)
         lines.append(f"{start.name}: fetched {'at once' if before is None else f'before {before.name}'}")
@@ -114,7 +115,7 @@ def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
-    (wait,) = (user for user in start.users if user.target is roles.WAIT_SAVED and user.args[0] is start)
+    (wait,) = (user for user in start.users if user.target is WAIT_SAVED and user.args[0] is start)
     return wait
 
 
@@ -133,7 +134,7 @@ def _after(node: fx.Node, turns: list[fx.Node], count: int) -> fx.Node | None:
 
 def _last_read(node: fx.Node, graph: fx.Graph) -> fx.Node:
     """Return the last node that reads a value's memory before the graph ends."""
-    copies = (roles.OFFLOAD_SAVED, roles.WAIT_SAVED)
+    copies = (OFFLOAD_SAVED, WAIT_SAVED)
     return max([node, *(r for r in readers(base(node)) if r.op != "output" and r.target not in copies)])
 
 
@@ -230,8 +231,8 @@ def _offload(value: fx.Node, backward: fx.Graph, number: int, user_outputs: int)
     on_host = example.new_empty_strided(example.shape, example.stride(), device="cpu")
     output = forward.output_node()
     with forward.inserting_before(output):
-        copy = forward.create_node("call_function", roles.OFFLOAD_SAVED, (value,), name=name)
-        forward.call_function(roles.WAIT_SAVED, (copy, value))
+        copy = forward.create_node("call_function", OFFLOAD_SAVED, (value,), name=name)
+        forward.call_function(WAIT_SAVED, (copy, value))
     (values,) = output.args
     kept = (copy if i >= user_outputs and v is value else v for i, v in enumerate(values))  # type: ignore[arg-type]
     output.args = (tuple(kept),)
@@ -239,8 +240,8 @@ def _offload(value: fx.Node, backward: fx.Graph, number: int, user_outputs: int)
         placeholder = backward.placeholder(name)
     top = next(node for node in backward.nodes if node.op not in ("placeholder", "get_attr"))
     with backward.inserting_before(top):
-        fetched = backward.call_function(roles.FETCH_SAVED, (placeholder, example.device.type))
-        backward.call_function(roles.WAIT_SAVED, (fetched, placeholder))
+        fetched = backward.call_function(FETCH_SAVED, (placeholder, example.device.type))
+        backward.call_function(WAIT_SAVED, (fetched, placeholder))
     copy.meta["val"] = placeholder.meta["val"] = on_host
     fetched.meta["val"] = example
     saved.replace_all_uses_with(fetched)

@@ -45,8 +45,6 @@ class BucketInfo:
         has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
             tensor in addition to the shard.
         main_dtype: Dtype of the shard.
-        gather_stride: Distance between neighbors in the group that the bucket is gathered over, in global ranks. It
-            tells how far data travels.
         resident_bytes: Bytes that stay gathered between uses; 0 for none.
         resident_rings: Size and stride of each group that the resident is gathered over, once per optimizer step.
         portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
@@ -65,7 +63,6 @@ class BucketInfo:
     trainable: bool
     has_resident: bool = False
     main_dtype: torch.dtype = torch.float32
-    gather_stride: int = 1
     resident_bytes: int = 0
     resident_rings: tuple[tuple[int, int], ...] = ()
     portion_size: int = 0
@@ -82,7 +79,7 @@ class BucketInfo:
         """
         return (
             f"{self.layout.signature}:{self.exchange[3:]}:{self.gathered_bytes}:{self.trainable}:"
-            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:"
+            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:"
             f"{self.resident_bytes}:{self.resident_rings}:{self.portion_size}:"
             f"{self.portion_group}:{self.releases_resident}:{self.stays}"
         )
@@ -91,6 +88,14 @@ class BucketInfo:
     def has_token(self) -> bool:
         """Whether the graph takes a token that says which bucket it is: for a sum that waits, or for stages' state."""
         return self.exchange.lane.has_token(self.trainable)
+
+    @property
+    def gather_stride(self) -> int:
+        """Distance between neighbors in the group that the bucket is gathered over, in global ranks; 1 for none. It
+        tells how far data travels."""
+        lane = self.exchange.lane
+        group = lane.use[lane.gather].group if lane.gather is not None else None
+        return group.stride if group is not None else 1
 
     @property
     def sent_bytes(self) -> int:
@@ -104,20 +109,17 @@ class BucketInfo:
 
     @property
     def device_shard_bytes(self) -> int:
-        """Bytes of the shard on the device: of a bucket in host memory, those of the device's copy, if it has one."""
-        if self.exchange.keeps_copy:
-            return self.layout.shard_numel * self.exchange.dtype.itemsize
-        return 0 if self.exchange.offload else self.shard_bytes
+        """Bytes of the shard on the device: none of a bucket in host memory."""
+        return 0 if self.rests_in_host_memory else self.shard_bytes
 
     @property
     def device_gradient_bytes(self) -> int:
         """Bytes of the shard's gradient on the device: none of a bucket in host memory."""
-        return 0 if self.exchange.offload else self.shard_bytes
+        return 0 if self.rests_in_host_memory else self.shard_bytes
 
     @property
-    def is_fetched(self) -> bool:
-        """Whether gathers copy the shard from host memory first."""
-        return bool(self.exchange.offload) and not (self.exchange.keeps_copy or self.has_resident)
+    def rests_in_host_memory(self) -> bool:
+        return self.exchange.lane.shard.in_host_memory
 
     @property
     def quantized_bytes(self) -> int:
@@ -200,7 +202,6 @@ class NodeKind(Enum):
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
     QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
     SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8, or a view of it
-    FETCH = "fetch"  # copy of the shard, from host memory to the device
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
     LANDED = "landed"  # an awaited gather, in front of local stages
@@ -211,7 +212,6 @@ class NodeKind(Enum):
     PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients
     START_REDUCE = "start reduce"  # start of a stage
-    OFFLOAD = "offload"  # copy of the shard's gradient, from the device to host memory
     REDUCED = "reduced"  # an awaited stage; the last one gives the shard's gradient
 
 

@@ -56,15 +56,17 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def place(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
-    copies, lines = list(graph.find_nodes(op="call_function", target=roles.OFFLOAD)), []
-    for node in graph.find_nodes(op="call_function", target=roles.DELIVER):
+    lines = []
+    delivered = list(graph.find_nodes(op="call_function", target=roles.DELIVER))
+    copies = [node.args[0] for node in delivered if context.buckets[node.args[2]].exchange.lane.rest]
+    for node in delivered:
         readers = [reader for rest in node.args[1] for reader in readers_at_rest(rest) if reader is not node]
         last, why = max(readers, key=order.__getitem__, default=node), "which reads it at rest"
-        if node.args[0] in copies:  # the host waits for the copy, after it has queued what the device does meanwhile
+        if node.args[0] in copies:  # the thread waits for it, after it has queued what the device does meanwhile
             following = copies.index(node.args[0]) + 1
             before = nodes[order[copies[following] if following < len(copies) else nodes[-1]] - 1]
             if order[before] > order[last]:
-                last, why = before, "while its copy to the host arrives"
+                last, why = before, "while its copy arrives"
         if order[last] > order[node]:
             last.append(node)
             lines.append(f"{context.buckets[node.args[2]].name}: after {last.name}, {why}")

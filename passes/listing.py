@@ -9,6 +9,8 @@ from torch import fx
 
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.lanes.lane import Lane
+from mfsdp_compile.runtime.lanes.plain import is_plain
+from mfsdp_compile.runtime.lanes.stage import Spec, Stage
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
 from . import roles
@@ -76,27 +78,30 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             if number > 1:  # portions are of the bucket as it is held
                 size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
-            if "use" not in exchange.lane.plain_parts and number == 1:
-                detail = ", ".join([detail, *_shown(exchange.lane, exchange.lane.places("use"))])
-            if info.is_fetched and number == 1:
-                detail += f", {info.shard_bytes:,} B of each from host memory"
+            lane = exchange.lane
+            if number == 1 and lane.gather is not None and not all(is_plain(stage) for stage in lane.use):
+                detail = ", ".join([detail, *_shown(lane, lane.places("use"))])
         elif what == "reduce":
             lane = exchange.lane
             flight = lane.reduction[number - 1]
             entering = lane.spec(flight.part, flight.index)
             detail = f"{entering.bytes:,} B in {_short(entering.dtype)}, {flight.stage.text}"
-            detail = ", ".join([*_shown(lane, flight.before), detail, *_shown(lane, flight.after)])
-            if exchange.offload and number == len(lane.reduction):
-                detail += f", {info.shard_bytes:,} B to host memory"
+            rest = lane.places("rest") if number == len(lane.reduction) else ()
+            detail = ", ".join([*_shown(lane, flight.before), detail, *_shown(lane, (*flight.after, *rest))])
             is_deferrable = flight.may_wait
         found[node] = [str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))]
     return found
 
 
 def _shown(lane: Lane, places: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the texts of local stages of plug-ins."""
-    stages = [lane[part][index] for part, index in places]
-    return [stage.text for stage in stages if not stage.inlined]
+    """Return the texts of local stages of plug-ins and guests."""
+    stages = [(lane[part][index], lane.spec(part, index)) for part, index in places]
+    return [_text(stage, spec) for stage, spec in stages if not stage.inlined]
+
+
+def _text(stage: Stage, spec: Spec) -> str:
+    copied = stage.cost(spec).copied
+    return f"{copied:,} B {stage.text}" if copied else stage.text
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -5,8 +5,6 @@
 
     shard -> gather_into_buffer -> wait -> view -> view ...           the same, into a communication buffer
 
-    shard -> fetch -> [cast] -> all_gather -> wait -> view ...        the same, from host memory
-
     quantized -> all_gather -> wait_quantized -> view -> view ...     the same, in float8
                      scales ---/
 
@@ -14,11 +12,11 @@
     scales -> view ...
 
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
-                                          (a second stage with outer ranks; then offload, to host memory)
+                                          (a second stage with outer ranks; then a copy to where the shard rests)
 
     ... -> wait -> [cast] -> deliver -> output        the gradient is delivered when it has arrived (:mod:`.deliver`)
 
-    ... -> local stages -> start -> wait -> local stages -> ...       either, through stages of plug-ins
+    ... -> local stages -> start -> wait -> local stages -> ...       either, through stages of plug-ins and guests
 
 If a backward gathers portions that its forward kept (:mod:`.portions`):
 
@@ -44,7 +42,7 @@ from torch import fx
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import fakes as fakes  # defines the operators that are read below
 from mfsdp_compile.runtime.formats import fp8_linear as fp8_linear  # defines others
-from mfsdp_compile.runtime.lanes.stage import compiled_operators
+from mfsdp_compile.runtime.lanes.stage import local_operators
 
 from .context import NodeKind, Role, role_of, set_role
 
@@ -69,7 +67,7 @@ class Gather:
 
     Args:
         bucket: Index of the bucket in the context.
-        before: Nodes that compute the input of the all-gather from this rank's shard: the fetch, casts and waits.
+        before: Nodes that compute the input of the all-gather from this rank's shard: local stages, casts and waits.
         start: The all-gather; None if the bucket is already whole.
         landing: The wait and the local stages behind it, if there are any, but for the last one.
         whole: The wait of the all-gather, the last local stage behind it, or another node that produces the whole
@@ -274,11 +272,6 @@ _PACKING = torch.ops.mfsdp.pack_gradients.default
 DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
 """Operators whose calls the partitioner must not merge: two buckets with the same gradients have two reductions."""
 PORTION = torch.ops.mfsdp.portion.default
-FETCH = torch.ops.mfsdp.fetch.default
-OFFLOAD = torch.ops.mfsdp.offload.default
-OFFLOAD_SAVED = torch.ops.mfsdp.offload_saved.default
-FETCH_SAVED = torch.ops.mfsdp.fetch_saved.default
-WAIT_SAVED = torch.ops.mfsdp.wait_saved.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_STAGE)
 """Operators that await a collective."""
@@ -286,8 +279,6 @@ QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
 _KINDS: dict[Any, NodeKind] = {
     _PACKING: NodeKind.PACK,
     PORTION: NodeKind.PORTION,
-    FETCH: NodeKind.FETCH,
-    OFFLOAD: NodeKind.OFFLOAD,
 }
 """Kinds of marked nodes that follow from their operators alone."""
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -323,7 +314,7 @@ def starts_reduction(node: fx.Node) -> bool:
 
 def is_local_stage(node: fx.Node) -> bool:
     """Whether a node is a local stage's operator."""
-    return node.target is RUN_STAGE or node.target in compiled_operators
+    return node.target is RUN_STAGE or node.target in local_operators
 
 
 def assign(graph: fx.Graph) -> None:
@@ -402,16 +393,14 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return None
     if starts_gather(node):
         return NodeKind.START_GATHER
-    if is_local_stage(node) and (_is_input(source) or of in (NodeKind.CAST, NodeKind.FETCH)):
+    if is_local_stage(node) and (_is_input(source) or of is NodeKind.CAST):
         return NodeKind.CAST if any(map(_is_before_gather, node.users)) else NodeKind.GATHERED
-    if (target is _c10d.wait_tensor.default or target in CASTS) and (
-        _is_input(source) or of in (NodeKind.CAST, NodeKind.FETCH)
-    ):
+    if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is NodeKind.CAST):
         feeds = any(map(_is_before_gather, node.users))
         return NodeKind.CAST if feeds else NodeKind.GATHERED
     if of is NodeKind.PACK:  # scaled before it is reduced
         return NodeKind.PACK
-    return None
+    return NodeKind.REDUCED if is_local_stage(node) else None  # behind a cast of what was reduced
 
 
 def _is_before_gather(user: fx.Node) -> bool:
@@ -467,7 +456,7 @@ def _has_landed(node: fx.Node) -> bool:
 
 def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
     before: list[fx.Node] = []
-    while (role := role_of(node := node.all_input_nodes[0])) and role.kind in (NodeKind.CAST, NodeKind.FETCH):
+    while (role := role_of(node := node.all_input_nodes[0])) and role.kind is NodeKind.CAST:
         before.insert(0, node)
     return tuple(before)
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.lanes.stage import compiled_operators
+from mfsdp_compile.runtime.lanes.stage import local_operators
 
 from . import roles
 
@@ -55,7 +55,7 @@ def communicates(node: fx.Node) -> bool:
             )
         return True
     target = node.target
-    computes = target in _COMPUTES or target in compiled_operators
+    computes = target in _COMPUTES or local_operators.get(target) is not None
     return (
         (isinstance(target, torch._ops.OpOverload) and target.namespace in _COMMUNICATE and not computes)
         or target is torch.ops.aten._local_scalar_dense.default  # the host waits for a value

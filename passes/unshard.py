@@ -20,9 +20,8 @@ an anchor, data and a scale.
 
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
-shards, one per bucket in the context's order, each followed by the bucket's resident, token, what it sends (a quantized
-shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is,
-and is the reference for what later passes do to it.
+shards, one per bucket in the context's order, each followed by the bucket's resident, token, quantized shard and
+scales, if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             beside = {
                 "resident": info.has_resident,
                 "token": info.has_token,
-                "sent": info.exchange.takes_sent,
+                "sent": info.exchange.takes_quantized,
                 "scales": info.exchange.is_quantized,
             }
             placeholders = [

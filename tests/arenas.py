@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mfsdp_compile.runtime.memory import gradients, host
+from mfsdp_compile.runtime.guests.offload import host
+from mfsdp_compile.runtime.memory import devices, gradients
 from mfsdp_compile.runtime.memory.bucket import Bucket
 
 HOST, DEVICE = "host", "device"
@@ -76,7 +77,7 @@ def arenas() -> Iterator[Arenas]:
         mock.patch.object(host, "empty", marking(host.empty, HOST)),
         mock.patch.object(host, "offload", marking(host.offload, HOST)),
         mock.patch.object(host, "fetch", marking(host.fetch, DEVICE)),
-        mock.patch.object(host, "on_device", moved(host.on_device)),
+        mock.patch.object(devices, "on_device", moved(devices.on_device)),
         mock.patch.object(Bucket, "own_part", moved(Bucket.own_part)),
         mode,
     ):

@@ -27,6 +27,8 @@ from mfsdp_compile.passes.verifier.analysis import (
     Whole,
     tensor_of,
 )
+from mfsdp_compile.runtime.guests.offload.operators import FETCH, FETCH_SAVED, OFFLOAD, OFFLOAD_SAVED, WAIT_SAVED
+from mfsdp_compile.runtime.guests.offload.stages import Fetch
 from mfsdp_compile.runtime.lanes.lane import lane_at
 from mfsdp_compile.runtime.schedule.phase import Phase
 
@@ -257,10 +259,9 @@ def gather_into(launch: CollectiveNode, out: fx.Node) -> None:
     node = launch.node
     if node.target is roles.GATHER_INTO_BUFFER:
         source, _, _, dtype, size, group = node.args
-        cast = call(
-            node, torch.ops.prims.convert_element_type.default, source, dtype, before=True, bucket=launch.bucket
-        )
-        node.args = (cast, size, group)
+        if tensor_of(source).dtype != dtype:
+            source = call(node, roles.CASTS[0], source, dtype, before=True, bucket=launch.bucket)
+        node.args = (source, size, group)
     node.target, node.kwargs = GATHER_INTO, {"out": out}
 
 
@@ -1260,7 +1261,7 @@ def quantized_weight_saved(s: Subject) -> Iterator[Change]:
             yield lambda of=quantized: s.save(next(iter(of.users)))
 
 
-# -- V12: right arena --------------------------------------------------------------------------------------------------
+# -- V12: right stages -------------------------------------------------------------------------------------------------
 
 
 def _of(s: Subject, target: Any) -> list[fx.Node]:
@@ -1269,39 +1270,40 @@ def _of(s: Subject, target: Any) -> list[fx.Node]:
 
 def sent_from_the_host(s: Subject) -> Iterator[Change]:
     """NCCL is given host memory."""
-    for fetch in _of(s, roles.FETCH):
+    for fetch in _of(s, FETCH):
         yield lambda n=fetch: n.replace_all_uses_with(n.args[0])
 
 
 def fetched_twice(s: Subject) -> Iterator[Change]:
     """What is on the device is copied once more."""
-    for fetch in _of(s, roles.FETCH):
+    for fetch in _of(s, FETCH):
         for user in fetch.users:
-            again = functools.partial(call, fetch, roles.FETCH, fetch, fetch.args[1], bucket=role_of(fetch).bucket)
+            again = functools.partial(call, fetch, FETCH, fetch, fetch.args[1], bucket=role_of(fetch).bucket)
             yield lambda u=user, n=fetch, make=again: u.replace_input_with(n, make())
 
 
 def fetched_from_the_device(s: Subject) -> Iterator[Change]:
     """A shard that is on the device is copied."""
     for launch in s.gathers:
-        if not s.info(launch.bucket).is_fetched and role_of(launch.input) is not None:
-            fetch = functools.partial(call, launch.node, roles.FETCH, launch.input, "cpu", before=True)
+        is_fetched = any(isinstance(stage, Fetch) for stage in s.info(launch.bucket).exchange.lane.use)
+        if not is_fetched and role_of(launch.input) is not None:
+            fetch = functools.partial(call, launch.node, FETCH, launch.input, "cpu", before=True)
             yield lambda n=launch, make=fetch: n.node.replace_input_with(n.input, make(bucket=n.bucket))
 
 
 def fetched_to_another_device(s: Subject) -> Iterator[Change]:
     """The other operands are not there."""
-    for fetch in _of(s, roles.FETCH):
+    for fetch in _of(s, FETCH):
         yield set_arg(fetch, 1, "meta")
 
 
 def cast_on_the_host(s: Subject) -> Iterator[Change]:
     """The cast runs on the thread that launches kernels."""
-    for fetch in _of(s, roles.FETCH):
+    for fetch in _of(s, FETCH):
         for cast in fetch.users:
             if cast.target in roles.CASTS:
                 yield lambda f=fetch, c=cast: (
-                    c.replace_all_uses_with(moved := call(c, roles.FETCH, c, f.args[1], bucket=role_of(f).bucket)),
+                    c.replace_all_uses_with(moved := call(c, FETCH, c, f.args[1], bucket=role_of(f).bucket)),
                     moved.replace_input_with(moved, c),
                     c.replace_input_with(f, f.args[0]),
                 )
@@ -1310,27 +1312,28 @@ def cast_on_the_host(s: Subject) -> Iterator[Change]:
 def copy_cast(s: Subject) -> Iterator[Change]:
     """What is cast for each gather is not the copy that the device keeps in the dtype that is sent."""
     for launch in s.gathers:
-        if (exchange := s.info(launch.bucket).exchange).keeps_copy and launch.input.op == "placeholder":
+        exchange = s.info(launch.bucket).exchange
+        if any(isinstance(stage, Fetch) for stage in exchange.lane.step) and launch.input.op == "placeholder":
             cast = functools.partial(call, launch.node, roles.CASTS[0], launch.input, exchange.dtype, before=True)
             yield lambda n=launch, make=cast: n.node.replace_input_with(n.input, make(bucket=n.bucket))
 
 
 def gradient_left_on_the_device(s: Subject) -> Iterator[Change]:
     """The optimizer finds the parameter and its gradient on different devices."""
-    for copy in _of(s, roles.OFFLOAD):
+    for copy in _of(s, OFFLOAD):
         yield lambda n=copy: n.replace_all_uses_with(n.args[0])
 
 
 def gradient_copied_twice(s: Subject) -> Iterator[Change]:
     """The second copy reads what has not arrived."""
-    for copy in _of(s, roles.OFFLOAD):
-        again = functools.partial(call, copy, roles.OFFLOAD, copy, copy.args[1], bucket=role_of(copy).bucket)
+    for copy in _of(s, OFFLOAD):
+        again = functools.partial(call, copy, OFFLOAD, copy, copy.args[1], bucket=role_of(copy).bucket)
         yield lambda n=copy, to=next(iter(copy.users)), make=again: to.replace_input_with(n, make())
 
 
 def gradient_copied_to_other_memory(s: Subject) -> Iterator[Change]:
     """The host has less pinned memory than was asked for, or more."""
-    for copy in _of(s, roles.OFFLOAD):
+    for copy in _of(s, OFFLOAD):
         yield set_arg(copy, 1, not copy.args[1])
 
 
@@ -1338,21 +1341,21 @@ def gradient_reduced_on_the_host(s: Subject) -> Iterator[Change]:
     """NCCL is given host memory."""
     for reduction in s.packs:
         node = reduction.stages[0].node
-        early = functools.partial(call, node, roles.OFFLOAD, node.args[0], False, before=True)
+        early = functools.partial(call, node, OFFLOAD, node.args[0], False, before=True)
         yield lambda n=node, make=early: n.replace_input_with(n.args[0], make())
 
 
 def gradient_changed_on_the_host(s: Subject) -> Iterator[Change]:
     """The CPU reads what has not arrived."""
-    for copy in _of(s, roles.OFFLOAD):
+    for copy in _of(s, OFFLOAD):
         to = next(iter(copy.users))  # the output, or what delivers it
         yield lambda n=copy, to=to: to.replace_input_with(n, call(n, aten.clone.default, n))
 
 
 def _waits(s: Subject) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield copies of saved values, each with what awaits it."""
-    for start in (*_of(s, roles.OFFLOAD_SAVED), *_of(s, roles.FETCH_SAVED)):
-        yield start, next(user for user in start.users if user.target is roles.WAIT_SAVED and user.args[0] is start)
+    for start in (*_of(s, OFFLOAD_SAVED), *_of(s, FETCH_SAVED)):
+        yield start, next(user for user in start.users if user.target is WAIT_SAVED and user.args[0] is start)
 
 
 def saved_read_in_flight(s: Subject) -> Iterator[Change]:
@@ -1372,7 +1375,7 @@ def saved_never_awaited(s: Subject) -> Iterator[Change]:
 def saved_awaited_twice(s: Subject) -> Iterator[Change]:
     """The second wait finds no copy, or another one at the same address."""
     for start, wait in _waits(s):
-        yield lambda w=wait, of=start: call(w, roles.WAIT_SAVED, of, of.args[0])
+        yield lambda w=wait, of=start: call(w, WAIT_SAVED, of, of.args[0])
 
 
 def saved_source_lost(s: Subject) -> Iterator[Change]:
@@ -1383,20 +1386,20 @@ def saved_source_lost(s: Subject) -> Iterator[Change]:
 
 def saved_source_written(s: Subject) -> Iterator[Change]:
     """The copy has parts of another value."""
-    for start in _of(s, roles.OFFLOAD_SAVED):
+    for start in _of(s, OFFLOAD_SAVED):
         yield lambda n=start: call(n, aten.zero_.default, n.args[0])
 
 
 def saved_read_on_the_host(s: Subject) -> Iterator[Change]:
     """The other operands are on the device."""
     for start, wait in _waits(s):
-        for user in [user for user in start.users if user is not wait] if start.target is roles.FETCH_SAVED else ():
+        for user in [user for user in start.users if user is not wait] if start.target is FETCH_SAVED else ():
             yield lambda u=user, of=start: u.replace_input_with(of, of.args[0])
 
 
 def saved_stays_on_the_device(s: Subject) -> Iterator[Change]:
     """What is copied is not what backward gets."""
-    for start in _of(s, roles.OFFLOAD_SAVED):
+    for start in _of(s, OFFLOAD_SAVED):
         yield lambda n=start: s.output.replace_input_with(n, n.args[0])
 
 
@@ -1469,7 +1472,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V6": (
         *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
         *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all, gather_of_another_lane),
-        *(gather_unencoded, gather_with_another_stage, gather_awaited_otherwise),
+        gather_awaited_otherwise,
     ),
     "V7": (
         *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),
@@ -1481,9 +1484,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
-        *(another_sum_reduced, scaled_too_late, slices_summed_otherwise, slices_not_summed, slices_in_another_format),
-        *(slices_sent_in_another_format, slices_in_another_order, reduction_with_another_stage),
-        reduction_awaited_otherwise,
+        *(another_sum_reduced, scaled_too_late, reduction_awaited_otherwise),
     ),
     "V10": (
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),
@@ -1498,14 +1499,10 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         quantized_over_the_other_dimension,
     ),
     "V12": (
-        *(
-            sent_from_the_host,
-            fetched_twice,
-            fetched_from_the_device,
-            fetched_to_another_device,
-            cast_on_the_host,
-            copy_cast,
-        ),
+        *(gather_unencoded, gather_with_another_stage, slices_summed_otherwise, slices_not_summed),
+        *(slices_in_another_format, slices_sent_in_another_format, slices_in_another_order),
+        *(reduction_with_another_stage, sent_from_the_host, fetched_twice, fetched_from_the_device),
+        *(fetched_to_another_device, cast_on_the_host, copy_cast),
         *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
         *(gradient_reduced_on_the_host, gradient_changed_on_the_host, saved_read_in_flight, saved_never_awaited),
         *(saved_awaited_twice, saved_source_lost, saved_source_written, saved_read_on_the_host),

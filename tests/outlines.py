@@ -45,7 +45,7 @@ COSTS = CostModel(MACHINE, fused=True)
 def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any) -> BucketInfo:
     """Return a bucket of one float32 parameter over four ranks of a node.
 
-    ``changes`` are fields of the bucket, of its exchange, or parts of its lane.
+    ``changes`` are fields of the bucket, of its exchange, or parts of its lane, and where it rests.
     """
     ranks = changes.pop("ranks", RANKS)
     layout = BucketLayout(4, ranks, numel // ranks, (Slot("w", (numel,), 0),), alignment_bytes=4)
@@ -57,11 +57,14 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
         Spec(numel // ranks, torch.float32),
         spec(changes.pop("dtype", torch.float32)),
         spec(changes.pop("comm_dtype", torch.float32)),
-        use=changes.pop("use", (AllGather(Group("gathers", ranks, 0)),)),
+        use=changes.pop("use", (AllGather(Group("gathers", ranks, 0, changes.pop("stride", 1))),)),
         pack=changes.pop("pack", ()),
         each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
         due=changes.pop("due", ()),
     )
+    if (rest := changes.pop("rest", None)) is not None:
+        lane = rest.around(lane, "cuda")
+        changes |= {"has_resident": bool(lane.step), "resident_bytes": lane.spec("use").bytes if lane.step else 0}
     exchange = Exchange([numel], [1], [0], lane.key)
     of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
     info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)

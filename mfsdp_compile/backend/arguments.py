@@ -126,7 +126,7 @@ def beside_shard(bucket: Bucket) -> list[Tensor]:
     if bucket.has_token:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
-    if bucket.exchange.takes_sent:
+    if bucket.exchange.takes_quantized:
         tensors.append(bucket.source())
     if bucket.exchange.is_quantized:
         assert bucket.scales is not None

@@ -17,7 +17,8 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
             of that size: the ranks that forwards gather over.
     """
     portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
-    gathers, residents = topology.gather_group, topology.resident_groups
+    residents, lane = topology.resident_groups, plan.lane(topology)
+    resident_bytes = plan.layout.shard_numel * topology.resident_shards * plan.held_dtype.itemsize
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
@@ -25,10 +26,9 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         exchange=plan.exchange(topology),
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
-        has_resident=bool(residents),
+        has_resident=bool(lane.step or residents),
         main_dtype=plan.main_dtype,
-        gather_stride=gathers.stride if gathers is not None else 1,
-        resident_bytes=plan.layout.shard_numel * topology.resident_shards * plan.held_dtype.itemsize,
+        resident_bytes=lane.spec("use").bytes if lane.step and plan.travels_plainly else resident_bytes,
         resident_rings=tuple((group.size, group.stride) for group in residents),
         portion_size=portion.size if portion is not None else 0,
         portion_group=portion.name if portion is not None else "",
@@ -48,9 +48,6 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     alone = exchange._replace(
         scaling=exchange.scaling if exchange.stays_quantized else "",
         lane_key=exchange.lane.packing.key,
-        offload="",
-        pins=False,
-        keeps_copy=False,
     )
     return BucketInfo(
         name=plan.name,

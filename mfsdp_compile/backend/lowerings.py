@@ -3,7 +3,7 @@
 ``mfsdp::reduce_if_due``, ``mfsdp::exchange_slices`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and
 outputs must not be touched until their waits.
 
-Operators of local stages bring their own lowerings (:data:`~mfsdp_compile.runtime.lanes.stage.compiled_operators`).
+Operators of local stages bring their own lowerings (:data:`~mfsdp_compile.runtime.lanes.stage.local_operators`).
 
 ``mfsdp::deliver`` is an operator, before which everything is computed that reads what it may write to.
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.lanes.stage import compiled_operators
+from mfsdp_compile.runtime.lanes.stage import local_operators
 
 
 @functools.cache
@@ -45,7 +45,9 @@ def register_lowerings() -> None:
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
     compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
-    for operator, lowering in compiled_operators.items():
+    for operator, lowering in local_operators.items():
+        if lowering is None:
+            continue
         compat.register_lowering(operator, lowering)
     deliver = torch.ops.mfsdp.deliver.default
     compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))

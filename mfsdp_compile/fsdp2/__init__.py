@@ -39,9 +39,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.eager.save_methods import guard_saving
+from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy, rest_of
 from mfsdp_compile.runtime.nearest import did_you_mean, names_arguments
 from mfsdp_compile.runtime.owner import ModuleRef
-from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 
 from .first_use import Pending, sharded, wait
 from .module import FSDPModule
@@ -131,7 +131,7 @@ def fully_shard(
     check_bool("check_values", check_values)
     check_mesh(mesh, dp_mesh_dims is not None)
     check_placements(modules, shard_placement_fn)
-    offload_of(offload_policy, "fully_shard(offload_policy)")
+    rest_of(offload_policy, "fully_shard(offload_policy)")
     request = Request(
         tuple(map(ModuleRef, modules)),
         mesh,

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from mfsdp_compile.runtime.eager.modules import owner_of
+from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import ModuleRef
-from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy
 
 REQUEST = "_mfsdp_request"
 """Where a module keeps its :class:`Request`."""

@@ -121,7 +121,7 @@ class MfsdpAccelerator(accelerate.Accelerator):
                 "from the Accelerator (or of accelerate's configuration, or ACCELERATE_DYNAMO_BACKEND out of the "
                 "environment)."
             )
-        offloaded = {bucket.plan.offload is not None for bucket in sharded.sharded.buckets}
+        offloaded = {bucket.lane.shard.in_host_memory for bucket in sharded.sharded.buckets}
         if self._fsdp is not None and offloaded != {isinstance(self._fsdp.cpu_offload, CPUOffloadPolicy)}:
             raise ValueError(
                 f"accelerate's fsdp_plugin has cpu_offload={self._fsdp.cpu_offload!r}, but the model was sharded "

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from mfsdp_compile.runtime.plan.offload import OptimizerOffloadPolicy
+from mfsdp_compile.runtime.guests.offload.policy import OptimizerOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.untrusted_files import read_json
 

@@ -42,7 +42,7 @@ from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.metrics import StepMetrics, StepRecord
 from mfsdp_compile.runtime.formats.packed import is_packed
 from mfsdp_compile.runtime.geometry.topology import Topology
-from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
+from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from mfsdp_compile.passes.context import BucketInfo
 from mfsdp_compile.runtime.geometry.topology import Topology
+from mfsdp_compile.runtime.guests.offload.stages import HostMemory
 
 EVERY = 1 << 31
 """More units than any model has."""
@@ -77,8 +78,14 @@ def offload(buckets: Sequence[BucketInfo], units: OffloadedUnits) -> list[Bucket
     offloaded, found = {*whole, *optimizer}, []
     for info in buckets:
         if _module_of(info) in offloaded:
-            keeps_copy = _module_of(info) not in fetched and not info.has_resident
-            exchange = info.exchange._replace(offload="cuda", pins=True, keeps_copy=keeps_copy)
-            info = replace(info, exchange=exchange)
+            rest = HostMemory(optimizer_only=_module_of(info) not in fetched)
+            lane = rest.around(info.exchange.lane, "cuda")
+            made = 0 if info.has_resident or not lane.step else lane.spec("use").bytes
+            info = replace(
+                info,
+                exchange=info.exchange._replace(lane_key=lane.key),
+                has_resident=bool(lane.step),
+                resident_bytes=info.resident_bytes + made,
+            )
         found.append(info)
     return found

@@ -322,7 +322,7 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         padding = sum(info.layout.padding for info in infos)
         content = sum(info.layout.numel for info in infos) - padding
         shard = bytes_text(sum(info.shard_bytes for info in infos))
-        if on_host := sum(info.shard_bytes for info in infos if info.exchange.offload):
+        if on_host := sum(info.shard_bytes for info in infos if info.rests_in_host_memory):
             shard += ", host" if len(infos) == 1 else f", {bytes_text(on_host)} host"
         counts = (sum(len(info.layout.slots) for info in infos), content, padding)
         share, gathered = percent_text(padding, content), bytes_text(sum(info.sent_bytes for info in infos))

@@ -178,10 +178,10 @@ class CostModel:
         """Return the seconds of the kernels of a local stage."""
         cost = stage.cost(spec)
         kernels = cost.fused if self.fused and cost.fused is not None else cost.kernels
-        return sum(map(self.moved, kernels))
+        return sum(map(self.moved, kernels)) + (self.host_copy(cost.copied) if cost.copied else 0.0)
 
     def local(self, info: BucketInfo, places: Sequence[tuple[str, int]]) -> float:
-        """Return the seconds of local stages of plug-ins."""
+        """Return the seconds of local stages of plug-ins and guests."""
         lane = info.exchange.lane
         stages = [(lane[part][index], lane.spec(part, index)) for part, index in places]
         return sum(self.kernels(stage, spec) for stage, spec in stages if not stage.inlined)
@@ -221,10 +221,6 @@ class CostModel:
         """Return the seconds of a copy of ``size`` bytes between the device and host memory."""
         link = self.hardware.host_link
         return link.latency + size / link.bandwidth
-
-    def fetch(self, info: BucketInfo) -> float:
-        """Return the seconds to fetch a shard from host memory before a gather; 0.0 if the device has what it sends."""
-        return self.host_copy(info.shard_bytes) if info.is_fetched else 0.0
 
     def host_moved(self, size: int) -> float:
         """Return the seconds in which the CPU reads and writes ``size`` bytes of host memory in total."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, region_of, role_of
@@ -339,9 +340,9 @@ class _Reader:
             category, bucket = Category.GRADIENTS, kernel.finishes
         if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_unstored(node)):
             size = 0
-        if node.target in (roles.OFFLOAD_SAVED, roles.DELIVER):  # in host memory, or without memory
+        if node.target in (OFFLOAD_SAVED, roles.DELIVER):  # in host memory, or without memory
             size = 0
-        if node.target is roles.FETCH_SAVED:
+        if node.target is FETCH_SAVED:
             category = Category.SAVED
         begin = self.place[node]
         if node.target is _PACK and self.costs.fused:
@@ -451,10 +452,10 @@ class _Reader:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def _copies(self) -> Iterator[SavedCopy]:
-        for wait in self.graph.find_nodes(op="call_function", target=roles.WAIT_SAVED):
+        for wait in self.graph.find_nodes(op="call_function", target=WAIT_SAVED):
             start = wait.all_input_nodes[0]
             size = value_bytes(start)
-            outward = start.target is roles.OFFLOAD_SAVED
+            outward = start.target is OFFLOAD_SAVED
             yield SavedCopy(outward, self.place[start], self.place[wait], size, self.costs.host_copy(size))
 
     def _collectives(self) -> Iterator[Placed]:
@@ -504,15 +505,15 @@ def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = 
     """Return the gather of a bucket, from shards or from portions."""
     if portions:
         return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
-    # A resident already has the dtype that is sent. Computation waits for a fetch, which the cast reads.
-    cast = 0.0 if info.has_resident else costs.fetch(info) + costs.cast(info)
+    # A resident already has the dtype that is sent.
+    before = 0.0 if info.has_resident else costs.cast(info)
     after, seconds, lane = costs.dequantize(info), costs.gather(info), info.exchange.lane
-    if lane.gather is not None and "use" not in lane.plain_parts:
-        places, at = lane.places("use"), lane.gather
-        cast += costs.local(info, places[:at])
+    if (at := lane.gather) is not None and info.exchange.gathers_by_stages:
+        places = lane.places("use")
+        before += costs.local(info, places[:at])
         seconds = costs.flying(lane.use[at], lane.spec("use", at))
         after += costs.local(info, places[at + 1 :])
-    return Collective("gather", bucket, 0, cast, seconds, info.exchange.gather_group, after)
+    return Collective("gather", bucket, 0, before, seconds, info.exchange.gather_group, after)
 
 
 def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:
@@ -531,5 +532,5 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
 
 
 _CATEGORIES = dict.fromkeys(
-    (NodeKind.FETCH, NodeKind.CAST, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.PORTION), Category.GATHERED
-) | dict.fromkeys((NodeKind.PACK, NodeKind.START_REDUCE, NodeKind.REDUCED, NodeKind.OFFLOAD), Category.GRADIENTS)
+    (NodeKind.CAST, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.PORTION), Category.GATHERED
+) | dict.fromkeys((NodeKind.PACK, NodeKind.START_REDUCE, NodeKind.REDUCED), Category.GRADIENTS)

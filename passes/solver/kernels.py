@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 
 from .. import roles
 from ..context import NodeKind, role_of
@@ -177,9 +178,9 @@ _NOTHING = (
     torch.ops._c10d_functional.wait_tensor.default,
     torch.ops.mfsdp.begin.default,
     roles.DELIVER,
-    roles.OFFLOAD_SAVED,
-    roles.FETCH_SAVED,
-    roles.WAIT_SAVED,
+    OFFLOAD_SAVED,
+    FETCH_SAVED,
+    WAIT_SAVED,
 )
 
 

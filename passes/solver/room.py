@@ -79,11 +79,8 @@ class SegmentMemory:
             # The result of the reduction is allocated when the reduction starts.
             begin = g.begin if g.begin is not None else g.ready
             take(info.fresh_gradient_bytes, begin, end)
-            take(
-                info.shard_bytes,
-                g.ready,
-                end if self._plan.context.steps_early and not info.exchange.offload else count,
-            )
+            is_stepped = self._plan.context.steps_early and not info.rests_in_host_memory
+            take(info.shard_bytes, g.ready, end if is_stepped else count)
         return np.cumsum(np.array(change[:-1], dtype=np.int64)) + np.array(rises, dtype=np.int64)
 
 

@@ -171,7 +171,7 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
             shards += info.device_shard_bytes
         shards += info.quantized_bytes
         residents += info.resident_bytes
-        if not info.exchange.offload:
+        if not info.rests_in_host_memory:
             state += shard * optimizer.state_bytes * info.trainable
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
 
@@ -182,7 +182,7 @@ def host_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, saved: 
     Args:
         saved: Bytes of values that are saved for backward there.
     """
-    offloaded = [info for info in buckets if info.exchange.offload]
+    offloaded = [info for info in buckets if info.rests_in_host_memory]
     found = {Category.SAVED: saved} if saved else {}
     if not offloaded:
         return found
@@ -434,7 +434,7 @@ class _Clock:
 
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
-            if info.resident_bytes:
+            if info.resident_rings:
                 seconds, nbytes = 0.0, info.resident_bytes
                 for size, stride in reversed(info.resident_rings):
                     seconds += collective_seconds("all_gather", nbytes, Ring(size, stride), self.costs.hardware)
@@ -480,9 +480,10 @@ class _Clock:
                 self.await_(stage, unit, running.pop(collective))
                 info = buckets[collective.bucket]
                 self.work(stage, unit or info.unit, collective.after)
-                is_last = collective.what == "reduce" and collective.stage == len(info.exchange.lane.reduction) - 1
-                if is_last and info.exchange.offload:
-                    self.arrived[collective.bucket] = self.copy(True, self.costs.host_copy(info.shard_bytes))
+                lane = info.exchange.lane
+                if lane.rest and collective.what == "reduce" and collective.stage == len(lane.reduction) - 1:
+                    seconds = self.costs.local(info, lane.places("rest"))
+                    self.arrived[collective.bucket] = self.copy(True, seconds)
             elif isinstance(event, Compute):
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops
@@ -531,14 +532,15 @@ class _Clock:
         trained = [number for number, info in enumerate(self.context.buckets) if info.trainable]
         self.step_over([number for number in trained if number not in self.stepped], Stage.OPTIMIZER)
         for info in (self.context.buckets[number] for number in trained):
-            if info.exchange.offload and not info.is_fetched:  # copied before the next forward begins
-                self.idle_until(Stage.OPTIMIZER, "optimizer", self.now + self.costs.host_copy(info.shard_bytes))
+            # What stays on the device is made before the next forward begins.
+            seconds = self.costs.local(info, info.exchange.lane.places("step"))
+            self.idle_until(Stage.OPTIMIZER, "optimizer", self.now + seconds)
 
     def step_over(self, numbers: Sequence[int], stage: Stage) -> None:
         """Step over buckets: on the device, and on the CPU over those in host memory."""
         optimizer, begun = self.optimizer, self.now
         trained = [self.context.buckets[number] for number in numbers]
-        on_host = sum(info.layout.shard_numel for info in trained if info.exchange.offload)
+        on_host = sum(info.layout.shard_numel for info in trained if info.rests_in_host_memory)
         elements = sum(info.layout.shard_numel for info in trained) - on_host
         self.stepped.update(numbers)
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, stage, "")

@@ -94,7 +94,7 @@ class StepOutlines:
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
             # If a cast or a copy of the shard is sent, it is allocated here. A portion exists since the forward.
-            is_made = gather.before or info.is_fetched
+            is_made = gather.before
             sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if is_made else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             if portions:
@@ -364,7 +364,7 @@ class StepOutlines:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result
             steps = ends and context.steps_early
-            if steps and info.exchange.offload:
+            if steps and info.rests_in_host_memory:
                 place += on_host
                 on_host = [StepBucket(g.bucket)]
             final = Allocate(Category.GRADIENTS, info.device_gradient_bytes)
@@ -374,7 +374,7 @@ class StepOutlines:
                 place += [Free(Category.GRADIENTS, held), final]
             if not begins and not lane.waits_whole:  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
-            if steps and not info.exchange.offload:
+            if steps and not info.rests_in_host_memory:
                 place += [StepBucket(g.bucket), Free(Category.GRADIENTS, final.bytes)]
         ahead[-1] += on_host
         packed: list[tuple[int, Event]] = []

@@ -449,7 +449,7 @@ def _bucket_of(node: fx.Node) -> int | None:
 
 def _is_in_front(node: fx.Node) -> bool:
     """Whether a node may stand between a shard and its gather."""
-    return node.target in (*roles.CASTS, roles.FETCH) or roles.is_local_stage(node)
+    return node.target in roles.CASTS or roles.is_local_stage(node)
 
 
 def landing(whole: Whole) -> list[fx.Node]:

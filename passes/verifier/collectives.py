@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -27,7 +27,7 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
         info, given = found.info(launch.bucket), arguments(launch.node)
         right = (info.portion_size, info.portion_group) if is_of_portions(found, contract, launch) else None
         if right is None and info.exchange.gathers_by_stages:
-            yield from _gather_stages(found, launch, info.exchange.lane)
+            yield from _flight(launch, info.exchange.lane)
             if launch.node.target is roles.START_STAGE:
                 continue
         right = right or (info.exchange.gather_size, info.exchange.gather_group)
@@ -55,39 +55,15 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
                 break
 
 
-def _gather_stages(found: Analysis, launch: CollectiveNode, lane: Lane) -> Findings:
-    """Check that local stages around a gather are those of the lane, in its order."""
-    wholes = [whole.node for whole in found.wholes if whole.launch is launch]
+def _flight(launch: CollectiveNode, lane: Lane) -> Findings:
+    """Check that a gather starts and awaits the stage of the lane that flies."""
     assert lane.gather is not None
     place = (lane.key, "use", lane.gather) if is_opaque(lane.use[lane.gather]) else None
-    if (got_place := roles.place_of(launch.node)) != place:
-        yield f"it is gathered by stage {got_place}, not {place}", launch.node, launch.bucket
-    for first, last, nodes in (
-        (0, lane.gather, [launch.node.all_input_nodes[0]] if launch.node.all_input_nodes else []),
-        (lane.gather + 1, len(lane.use), wholes),
-    ):
-        right = [lane.local_call("use", i) for i in range(first, last) if not lane.use[i].inlined]
-        for node in nodes:
-            got: list[Call] = []
-            while node.op == "call_function" and node.target not in roles.WAITS and node.all_input_nodes:
-                if roles.is_local_stage(node):
-                    got.insert(0, run(node))
-                node = node.all_input_nodes[0]
-            if got != right:
-                side = "behind" if first else "in front of"
-                yield f"the stages {texts(got)} run {side} its gather, not {texts(right)}", launch.node, launch.bucket
+    if (got := roles.place_of(launch.node)) != place:
+        yield f"it is gathered by stage {got}, not {place}", launch.node, launch.bucket
     for wait in launch.waits:
-        if (got_place := roles.place_of(wait)) != place:
-            yield f"its gather is awaited as {got_place}, not {place}", wait, launch.bucket
-
-
-def run(node: fx.Node) -> Call:
-    """Return the operator with which a node runs a local stage, and its arguments."""
-    return node.target, tuple(node.args[2 if node.target is roles.RUN_STAGE else 1 :])
-
-
-def texts(calls: Sequence[Call]) -> str:
-    return ", ".join(f"{operator._opname}{arguments}" for operator, arguments in calls) or "(none)"
+        if (got := roles.place_of(wait)) != place:
+            yield f"its gather is awaited as {got}, not {place}", wait, launch.bucket
 
 
 def started(node: fx.Node) -> Call:

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.lanes.lane import Lane, is_opaque
+from mfsdp_compile.runtime.lanes.lane import is_opaque
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
 from ..deliver import bucket_at_rest, readers_at_rest
 from .analysis import Analysis, Findings, ReductionFlow, tensor_of
-from .collectives import run, texts
 from .contract import Contract, Gradient, gradients_of, packed
 
 _aten = torch.ops.aten
@@ -116,7 +115,7 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
     """Each bucket is summed over all its ranks and microbatches, and scaled once by the factor of its lane.
 
     Stages that are deferred run only in the last microbatch, with the accumulated sum of this bucket. Gradients in
-    float16 are scaled before they are summed in it. Local stages and waits are those of the bucket's lane.
+    float16 are scaled before they are summed in it.
     """
     for reduction in found.reductions:
         bucket, lane = reduction.bucket, found.info(reduction.bucket).exchange.lane
@@ -133,7 +132,11 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
             role = role_of(token) if token is not None else None
             if role is not None and role.bucket != bucket:
                 yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket
-        yield from _local_stages(found, reduction, lane)
+        for launch, flight in zip(reduction.stages, lane.reduction, strict=False):
+            for wait in launch.waits:
+                place = (lane.key, flight.part, flight.index) if is_opaque(flight.stage) else None
+                if (got := roles.place_of(wait)) != place:
+                    yield f"stage {flight.index} of {flight.part!r} is awaited as {got}, not {place}", wait, bucket
         for _, after in reduction.returned:
             yield from _factors(found, reduction, after)
         names = {gradient.name for gradient in _expected(contract, bucket).values()}
@@ -146,34 +149,6 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
             if node.name in names and not math.isclose(factor, 1, rel_tol=1e-6):
                 name = layout.slots[index].name if index is not None else None
                 yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
-
-
-def _local_stages(found: Analysis, reduction: ReductionFlow, lane: Lane) -> Findings:
-    """Check that local stages of plug-ins, and waits, are those of the lane, in its order."""
-    ways = reduction.before if reduction.stages else ()
-    for _, after in reduction.returned or ([(0, ())] if reduction.stages else []):
-        for number, passed in enumerate([*ways, after]):
-            before = lane.reduction[number].ungated if number < len(lane.reduction) else ()
-            behind = lane.reduction[number - 1].after if 0 < number <= len(lane.reduction) else ()
-            right = [lane.local_call(*place) for place in (*behind, *before) if not lane[place[0]][place[1]].inlined]
-            got = [run(node) for node in passed if roles.is_local_stage(node)]
-            if got != right:
-                node = next((node for node in passed if roles.is_local_stage(node)), reduction.last)
-                what = f"the stages {texts(got)} run {_where(number)}, not {texts(right)}"
-                yield what, node, reduction.bucket
-    for launch, flight in zip(reduction.stages, lane.reduction, strict=False):
-        for wait in launch.waits:
-            place = (lane.key, flight.part, flight.index) if is_opaque(flight.stage) else None
-            if (got_place := roles.place_of(wait)) != place:
-                yield (
-                    f"stage {flight.index} of {flight.part!r} is awaited as {got_place}, not {place}",
-                    wait,
-                    reduction.bucket,
-                )
-
-
-def _where(number: int) -> str:
-    return f"behind collective {number}" if number else "in front of the first collective"
 
 
 def delivered_after_use(found: Analysis, contract: Contract | None) -> Findings:
@@ -228,7 +203,7 @@ def _factor(node: fx.Node) -> float | None:
     if (
         roles.is_view(node)
         or roles.is_local_stage(node)
-        or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD, roles.DELIVER)
+        or node.target in (*roles.CASTS, _aten.clone.default, roles.DELIVER)
     ):
         return 1.0
     if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:

@@ -29,9 +29,12 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(launch.source).root), is_of_portions(found, contract, launch)
         quantized = info.exchange.is_quantized and not of_portions
-        lane, held = info.exchange.lane, (info.layout.numel, info.exchange.held_dtype)
-        by_stages = lane.flight_spec("use", lane.gather) if lane.gather is not None and not of_portions else held
-        numel, dtype = (info.exchange.sent_numel, info.exchange.sent_dtype) if quantized else by_stages
+        lane = info.exchange.lane
+        numel, dtype = info.layout.numel, info.exchange.held_dtype
+        if quantized:
+            numel, dtype = info.exchange.sent_numel, info.exchange.sent_dtype
+        elif lane.gather is not None and not of_portions:
+            numel, dtype, _ = lane.flight_spec("use", lane.gather)
         if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket

@@ -15,7 +15,7 @@ from . import collectives, gradients, parameters
 from .analysis import Analysis, Findings
 from .contract import Contract
 from .fp8_products import products_in_float8
-from .host_memory import right_arena
+from .local_stages import right_stages
 from .matching import shards_match
 
 
@@ -74,7 +74,7 @@ RULES = tuple(
             gradients.scaled_right,
             shards_match,
             products_in_float8,
-            right_arena,
+            right_stages,
             gradients.delivered_after_use,
         ),
         1,

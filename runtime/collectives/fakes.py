@@ -26,31 +26,6 @@ def _wait_quantized(
     return gathered.new_empty(quantize.numel_of_sent(gathered.numel(), scaling), dtype=dtype)
 
 
-@torch.library.register_fake("mfsdp::fetch", lib=library)
-def _fetch(shard: Tensor, device: str) -> Tensor:
-    return shard.new_empty(shard.shape, device=device)  # needs no GPU
-
-
-@torch.library.register_fake("mfsdp::offload", lib=library)
-def _offload(gradient: Tensor, pins: bool) -> Tensor:
-    return gradient.new_empty(gradient.shape, device="cpu")
-
-
-@torch.library.register_fake("mfsdp::offload_saved", lib=library)
-def _offload_saved(saved: Tensor) -> Tensor:
-    return saved.new_empty_strided(saved.shape, saved.stride(), device="cpu")
-
-
-@torch.library.register_fake("mfsdp::fetch_saved", lib=library)
-def _fetch_saved(copy: Tensor, device: str) -> Tensor:
-    return copy.new_empty_strided(copy.shape, copy.stride(), device=device)
-
-
-@torch.library.register_fake("mfsdp::wait_saved", lib=library)
-def _wait_saved(copy: Tensor, source: Tensor) -> None:
-    return
-
-
 @torch.library.register_fake("mfsdp::portion", lib=library)
 def _portion(whole: Tensor, size: int, group: str) -> Tensor:
     return whole.new_empty(whole.numel() // size)

@@ -13,7 +13,6 @@ from ..formats import quantize
 from ..geometry.exchange import Buffers, split_sizes
 from ..lanes import running
 from ..lanes.lane import lane_at
-from ..memory import host
 from ..memory.comm_buffers import take
 from ..memory.deferred_gradients import bucket_of
 from ..memory.gradients import defer_unless_due
@@ -38,31 +37,6 @@ def wait_quantized(
     shapes = split_sizes(sizes, ndims)
     places = zip(offsets, shapes, strict=True)
     return quantize.dequantize_bucket(compat.wait_tensor(gathered), scales, places, dtype, scaling)
-
-
-@torch.library.impl(library, "fetch", "CompositeExplicitAutograd")
-def _fetch(shard: Tensor, device: str) -> Tensor:
-    return host.fetch(shard, host.device_of(device))
-
-
-@torch.library.impl(library, "offload", "CompositeExplicitAutograd")
-def _offload(gradient: Tensor, pins: bool) -> Tensor:
-    return host.offload(gradient, pins)
-
-
-@torch.library.impl(library, "offload_saved", "CompositeExplicitAutograd")
-def _offload_saved(saved: Tensor) -> Tensor:
-    return host.offload_saved(saved)
-
-
-@torch.library.impl(library, "fetch_saved", "CompositeExplicitAutograd")
-def _fetch_saved(copy: Tensor, device: str) -> Tensor:
-    return host.fetch_saved(copy, host.device_of(device))
-
-
-@torch.library.impl(library, "wait_saved", "CompositeExplicitAutograd")
-def _wait_saved(copy: Tensor, source: Tensor) -> None:
-    host.await_copy(copy)
 
 
 @torch.library.impl(library, "portion", "CompositeExplicitAutograd")

@@ -12,8 +12,7 @@
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
     collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is
     traced as all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is,
-    there is a plain wait, and two results for each parameter: all anchors, and then all data. If the shard is in host
-    memory and the device keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
+    there is a plain wait, and two results for each parameter: all anchors, and then all data.
 ``split_scales(scales, ...)``
     The scales of each parameter of a bucket, as views. Composite.
 ``wait_quantized(gathered, scales, ...)``
@@ -24,16 +23,6 @@
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
     begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs
     gradients.
-``fetch(shard, device)``
-    A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main
-    dtype.
-``offload(gradient, pins)``
-    A copy of a reduced gradient in host memory. It may still be arriving: the runtime waits before it is read.
-``offload_saved(saved)``, ``fetch_saved(copy, device)``
-    Start a copy of a value that forward saves for backward to host memory, and back.
-``wait_saved(copy, source)``
-    Waits for such a copy. It is declared to write to the copy, so that compilers keep it before the readers, and it
-    takes the source, which thereby exists until the copy has been made.
 ``portion(whole, size, group)``
     A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
     over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
@@ -88,23 +77,18 @@ library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
-    "str form, str offload, bool pins, bool keeps_copy) -> Tensor[]"
+    "str form) -> Tensor[]"
 )
 library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
-    "str form, str offload, bool pins, bool keeps_copy) -> (Tensor, Tensor)"
+    "str form) -> (Tensor, Tensor)"
 )
 library.define(
     "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
     "str scaling) -> Tensor"
 )
-library.define("fetch(Tensor shard, str device) -> Tensor")
-library.define("offload(Tensor gradient, bool pins) -> Tensor")
-library.define("offload_saved(Tensor saved) -> Tensor")
-library.define("fetch_saved(Tensor copy, str device) -> Tensor")
-library.define("wait_saved(Tensor(a!) copy, Tensor source) -> ()")
 library.define("portion(Tensor whole, int size, str group) -> Tensor")
 library.define(
     "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> "

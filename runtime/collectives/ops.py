@@ -76,7 +76,7 @@ class _GatherFunction(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
         of_parameters = gradients[: len(exchange.ndims)]  # data have none
-        return _reduced(pack(of_parameters, exchange), exchange, token), *(None,) * 5
+        return _reduced(pack(of_parameters, exchange, exchange.lane), exchange, token), *(None,) * 5
 
 
 class _GatherWholeFunction(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _GatherWholeFunction(torch.autograd.Function):
         if whole is shard:  # an input that is returned would lose its place in autograd's graph
             whole = shard.view_as(shard)
         ctx.mark_non_differentiable(whole)
-        return whole, anchor_like(shard, exchange)
+        return whole, anchor_like(whole, exchange)
 
     @staticmethod
     def backward(ctx: Any, _: None, packed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -102,9 +102,9 @@ class _GatherWholeFunction(torch.autograd.Function):
         return _reduced(packed, ctx.exchange, token), *(None,) * 5
 
 
-def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
+def anchor_like(whole: Tensor, exchange: Exchange) -> Tensor:
     """Return a tensor without memory that stands for a bucket and receives its packed gradient."""
-    nothing = shard.new_empty((), dtype=exchange.comm_dtype, device=exchange.offload or None)
+    nothing = whole.new_empty((), dtype=exchange.comm_dtype)
     return nothing.expand(exchange.numel)
 
 
@@ -121,20 +121,16 @@ def _whole(
         if exchange.stays_quantized:
             return compat.wait_tensor(gathered)
         return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
-    # The runtime gathers a resident; the first graph that uses it waits for it.
-    if resident is not None:
-        full = compat.wait_tensor(resident)
-    elif sent is not None:
-        full = sent
-    else:
-        full = torch.ops.mfsdp.fetch(shard, exchange.offload) if exchange.offload else shard
+    if resident is None:
+        full = shard
+    else:  # the runtime gathers a resident; the first graph that uses it waits for it
+        full = resident if exchange.lane.has_local_copy else compat.wait_tensor(resident)
     return exchange.lane.travel("use", full, token)
 
 
 def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None) -> Tensor:
     """Reduce a packed gradient. Return the gradient of the shard."""
-    gradient = exchange.lane.reduced(packed, token)
-    return torch.ops.mfsdp.offload(gradient, exchange.pins) if exchange.offload else gradient
+    return exchange.lane.reduced(packed, token)
 
 
 @torch.library.impl(library, "gather", "CompositeImplicitAutograd")

@@ -10,16 +10,18 @@ from torch import Tensor
 from .. import compat
 from ..geometry.exchange import Buffers, Exchange
 from ..geometry.rows import contiguous_strides
+from ..lanes.lane import Lane
 from ..memory.comm_buffers import take
 from . import fakes as fakes
 from .library import library
 
 
-def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool = True) -> Tensor:
+def pack(gradients: Sequence[Tensor | None], exchange: Exchange, lane: Lane, is_traced: bool = True) -> Tensor:
     """Pack gradients into a bucket, ``[numel]`` in the communication dtype.
 
     Args:
         gradients: One per parameter of the bucket; None means zeros. At least one is a tensor.
+        exchange, lane: Those of the bucket.
         is_traced: Whether this may be traced. If not, the kernel is called without torch's dispatcher.
     """
     # An embedding with sparse=True has sparse gradients; a bucket is dense.
@@ -35,7 +37,7 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool
         exchange.comm_dtype,
         *exchange.gradient_buffers,
     )
-    return exchange.lane.travel("pack", packed) if exchange.lane.pack else packed
+    return lane.travel("pack", packed) if lane.pack else packed
 
 
 @torch.library.impl(library, "pack_gradients", "CompositeExplicitAutograd")

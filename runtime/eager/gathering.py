@@ -226,8 +226,8 @@ class Gathering:
                 self.start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
 
     def start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
-        group, stays = bucket.topology.gather_group, bool(bucket.topology.resident_groups)
-        if (stays and bucket.is_stale) or (bucket.quantized is not None and bucket.is_quantized_stale):
+        group = bucket.topology.gather_group
+        if bucket.is_stale or (bucket.quantized is not None and bucket.is_quantized_stale):
             self.step.owner.refresh()
         started, land, is_from_portions = None, None, False
         in_backward = compat.backward_id() != -1
@@ -252,12 +252,14 @@ class Gathering:
             with compat.below_autograd():
                 return compat.all_gather(sent.packed, group.size, group.name)
         (capacity, count) = bucket.exchange.gather_buffers
-        if plane is Planes.COLUMNS:
-            assert bucket.quantized_columns is not None
-            shard = bucket.quantized_columns
-        else:
-            shard = bucket.sent()
         with compat.below_autograd():
+            if plane is Planes.COLUMNS:
+                assert bucket.quantized_columns is not None
+                shard = bucket.quantized_columns
+            elif capacity:
+                shard = bucket.sent()
+            else:
+                shard = bucket.source()
             if capacity:
                 enter_pool(self.step.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
@@ -312,9 +314,9 @@ class Gathering:
         elif state.sent is not None:
             state.full = state.sent.packed
         else:
-            state.full = bucket.sent().to(bucket.plan.held_dtype)
             with compat.below_autograd():
-                state.full = bucket.lane.travel("use", state.full, bucket.token)
+                source = bucket.source().to(bucket.device, bucket.plan.held_dtype)
+                state.full = bucket.lane.travel("use", source, bucket.token)
         if bucket.extension is not None:
             assert state.sent is not None
             with torch.no_grad():
@@ -529,7 +531,7 @@ class Gathering:
         group = bucket.topology.gather_group
         if state.full is None or group is None or not self.checks_content:
             return
-        if bucket.extension is not None or "use" not in bucket.lane.plain_parts:  # they may send anything
+        if bucket.extension is not None or "use" not in bucket.lane.own_parts:  # they may send anything
             return
         if state.full.device.type != "cpu" and (bucket in self._content_checked or self.step.is_capturing):
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import compat
 from ..collectives.pack import pack
 from ..collectives.stages import land_flight, run_places, start_flight
-from ..memory import gradients, host
+from ..memory import gradients
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import enter_pool
 from ..memory.deferred_gradients import RequestedGradients
@@ -159,7 +159,7 @@ class Reducing:
         """Wait for a running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         self.running.remove(reduction)
         bucket, stages = reduction.bucket, len(reduction.bucket.lane.reduction)
-        if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
+        if reduction.stage == stages:  # it was on its way to where the shard rests
             gradients.accumulate(bucket, reduction.result, reduction.used)
             self._step.owner.grad_sync.touched(bucket)
             return
@@ -177,7 +177,7 @@ class Reducing:
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
         if bucket.pending is None or not bucket.pending.kept:  # else ``reduced`` is zeros: the gradient is in the sum
             finished = self._finished(bucket, reduced)
-            if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
+            if bucket.lane.rest:  # it arrives there while the next unit's backward runs
                 copy = _RunningReduction(bucket, len(bucket.lane.reduction), finished, used, self._due(bucket))
                 self.running.append(copy)
                 return
@@ -212,8 +212,7 @@ class Reducing:
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hooks_of_parameters.call(hook, gradient)
-        offload = bucket.plan.offload
-        return gradient if offload is None else host.offload(gradient, offload.pins)
+        return bucket.lane.travel("rest", gradient)
 
     def finish(self) -> None:
         """Wait for running reductions, and accumulate their results."""
@@ -333,7 +332,7 @@ class _Reduce(compat.Uncaptured):
             if bucket.exchange.gradient_buffers.capacity:
                 enter_pool(bucket.owner.comm_buffers)
             with compat.below_autograd():
-                alone = pack(whole_gradients, bucket.exchange, is_traced=False)
+                alone = pack(whole_gradients, bucket.exchange, bucket.lane, is_traced=False)
             packed = alone if packed is None else alone + packed
         if packed is None or not used:
             return nothing

@@ -11,6 +11,7 @@ from torch import nn
 from ..formats import forms, quantize
 from ..formats.extension import FORM
 from ..lanes.lane import Lane, Plugin, is_own, lane_at
+from ..lanes.rest import ON_DEVICE, Rest
 from ..lanes.strategies import lane_of
 from ..owner import ModuleRef, refuse_dropped
 from .exchange import NO_BUFFERS, Buffers, Exchange
@@ -41,25 +42,6 @@ class ParamLocation:
     @property
     def name(self) -> str:
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Where a bucket is at rest: in host memory.
-
-    Args:
-        pins: Whether the memory is pinned, if the device is a GPU. Copies from and to other memory are slower, and the
-            thread waits for them. Pinned memory cannot be swapped out.
-        optimizer_only: Whether gathers need no copy from the host: the device keeps what is gathered, and gets it from
-            the host after each change of the shard.
-    """
-
-    pins: bool = True
-    optimizer_only: bool = False
-
-    def __str__(self) -> str:
-        memory = "pinned host memory" if self.pins else "host memory"
-        return f"{memory}, gathered from the device" if self.optimizer_only else memory
 
 
 @dataclass(frozen=True)
@@ -96,8 +78,7 @@ class BucketPlan:
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
         policy: Position of its mixed-precision policy among the model's.
-        offload: How the shard, its gradients and the optimizer's state are kept in host memory; see :mod:`.host`. None:
-            they are on the device.
+        rest: Where the shard, its gradients and the optimizer's state are.
     """
 
     name: str
@@ -122,7 +103,7 @@ class BucketPlan:
     keeps_memory: bool = False
     reshard_after_forward: bool | int | None = None
     policy: int = 0
-    offload: Offload | None = None
+    rest: Rest = ON_DEVICE
 
     @functools.cached_property
     def portions(self) -> int:
@@ -153,7 +134,7 @@ class BucketPlan:
     @property
     def uses_shard(self) -> bool:
         """Whether a rank that gathers from itself alone uses the shard's own memory."""
-        return not (self.scaling or self.is_extension or self.offload)
+        return self.travels_plainly and self.rest == ON_DEVICE
 
     def lane(self, topology: Topology) -> Lane:
         """Return the lane of the bucket over the ranks of ``topology``. It exists as long as the plan does."""
@@ -167,7 +148,7 @@ class BucketPlan:
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
         gather, slots = topology.gather_group, self.layout.slots
-        exchange = Exchange(
+        return Exchange(
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
             offsets=[slot.offset for slot in slots],
@@ -176,13 +157,6 @@ class BucketPlan:
             scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
             form=self.form,
         ).with_buffers(self.gather_buffers, self.gradient_buffers)
-        if self.offload is None:
-            return exchange
-        return exchange._replace(
-            offload=topology.mesh.device_type,
-            pins=self.offload.pins,
-            keeps_copy=self.offload.optimizer_only and not topology.resident_groups,
-        )
 
     @functools.cached_property
     def gathered_bytes(self) -> int:

@@ -49,9 +49,6 @@ class _Fields(NamedTuple):
     buffers: Sequence[int] = (0, 0, 0, 0)
     scaling: str = ""
     form: str = quantize.DEQUANTIZED
-    offload: str = ""
-    pins: bool = False
-    keeps_copy: bool = False
 
 
 class Exchange(_Fields):
@@ -66,10 +63,6 @@ class Exchange(_Fields):
         scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "":
             it is not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
-        offload: Type of the device that shards are fetched to from host memory, and from which reduced gradients are
-            copied there; see :mod:`.memory.host`. "": shards are on the device.
-        pins: Whether that host memory is pinned.
-        keeps_copy: Whether the device keeps a copy of the shard in the dtype that is sent, from which it gathers.
     """
 
     @property
@@ -124,11 +117,6 @@ class Exchange(_Fields):
         return self.is_quantized and bool(self.gather_group)
 
     @functools.cached_property
-    def takes_sent(self) -> bool:
-        """Whether graphs take what this rank sends beside the shard: the quantized shard, or the copy on the device."""
-        return self.takes_quantized or self.keeps_copy
-
-    @functools.cached_property
     def sent_dtype(self) -> torch.dtype:
         """Dtype of the all-gather's tensors."""
         return quantize.SENT_DTYPE if self.is_quantized else self.dtype
@@ -172,7 +160,7 @@ class Exchange(_Fields):
         What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction, or have none,
         stay where they are packed, so they cannot be in a buffer.
         """
-        if not self.gather_group or "use" not in self.lane.plain_parts:
+        if not self.gather_group or "use" not in self.lane.own_parts:
             gathers = NO_BUFFERS
         if self.lane.needs_token or not self.lane.reduction:
             gradients = NO_BUFFERS

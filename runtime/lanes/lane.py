@@ -6,6 +6,7 @@
     pack    each backward                      packed gradient             the same, by whoever packs: a region, too
     each    each backward                      that                        what is summed over microbatches
     due     when a reduction is due            the sum                     gradient of the shard, in the main dtype
+    rest    when a reduction is due            that                        the same, where the shard rests
 
 Graphs refer to a lane by its key, a digest of all that it says. So graphs that are shared or cached know exactly which
 lane they were made for, and buckets with equal lanes share them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,13 +27,13 @@ import torch
 from torch import Tensor
 
 from ..geometry.groups import Group
-from .plain import Run, Scale, chain_of, is_plain, landing_of
+from .plain import Run, Scale, chain_of, landing_of
 from .stage import Call, Spec, Stage
 
 Stages = tuple[Stage, ...]
-PARTS = ("step", "use", "pack", "each", "due")
+PARTS = ("step", "use", "pack", "each", "due", "rest")
 GATHERING = ("step", "use")
-REDUCING = ("pack", "each", "due")
+REDUCING = ("pack", "each", "due", "rest")
 
 _lanes: weakref.WeakValueDictionary[str, Lane] = weakref.WeakValueDictionary()
 """By key. The plans of buckets keep theirs: a stage's class may hold on to all of a user's program."""
@@ -93,7 +95,8 @@ class Lane:
         packed: The packed gradient.
         scale: Factor of gradients, all in all.
         inspected: Whether packed gradients are inspected before they are reduced.
-        step, use, pack, each, due: Stages of each part. Those of ``pack`` are local and plain.
+        step, use, pack, each, due, rest: Stages of each part. Those of ``pack`` and ``rest`` are local and this
+            package's.
     """
 
     shard: Spec
@@ -106,6 +109,7 @@ class Lane:
     pack: Stages = ()
     each: Stages = ()
     due: Stages = ()
+    rest: Stages = ()
 
     def __getitem__(self, part: str) -> Stages:
         stages: Stages = getattr(self, part)
@@ -117,9 +121,9 @@ class Lane:
         Args:
             where: Which stages are replaced.
             put: Returns the stages that replace one, such as an encoder, the stage itself and a decoder.
-            parts: Parts that are changed; all but ``pack``, if none is named.
+            parts: Parts that are changed; all but ``pack`` and ``rest``, if none is named.
         """
-        parts = parts or tuple(part for part in PARTS if part != "pack")
+        parts = parts or tuple(part for part in PARTS if part not in ("pack", "rest"))
         changed: dict[str, Any] = {
             part: tuple(new for old in self[part] for new in (put(old) if where(old) else (old,))) for part in parts
         }
@@ -145,9 +149,9 @@ class Lane:
         return self._specs[part][index]
 
     @functools.cached_property
-    def plain_parts(self) -> frozenset[str]:
-        """Parts without a stage of a plug-in."""
-        return frozenset(part for part in PARTS if all(is_plain(stage) for stage in self[part]))
+    def own_parts(self) -> frozenset[str]:
+        """Parts without a stage of a user's plug-in."""
+        return frozenset(part for part in PARTS if all(is_own(stage) for stage in self[part]))
 
     def places(self, part: str) -> list[Place]:
         """Return the places of the stages of a part."""
@@ -219,6 +223,11 @@ class Lane:
     def groups(self) -> tuple[Group | None, ...]:
         """For each flying stage of the reduction, its group."""
         return tuple(flight.stage.group for flight in self.reduction)
+
+    @functools.cached_property
+    def has_local_copy(self) -> bool:
+        """Whether this rank makes what stays between uses alone, without a gather."""
+        return bool(self.step) and not any(stage.flies for stage in self.step)
 
     @property
     def group_names(self) -> list[str]:
@@ -346,6 +355,11 @@ class Lane:
             x = landing_of(wait, [])(start(x, token), token)
         return x
 
+    def front(self, part: str) -> Run:
+        """Return what runs the local stages of a part in front of the first that flies."""
+        places = itertools.takewhile(lambda place: not self[part][place[1]].flies, self.places(part))
+        return chain_of([self._local(place) for place in places])
+
     def finish(self, x: Tensor, token: Tensor | None = None) -> Tensor:
         """Run the local stages of a gradient that no flying stage reduces."""
         for place in self.unreduced:
@@ -356,7 +370,7 @@ class Lane:
         """Return the gradient of the shard for a packed gradient, all stages one after the other."""
         for flight in self.reduction:
             packed = flight.land(flight.start(packed, token), token)
-        return self.finish(packed, token)
+        return self.travel("rest", self.finish(packed, token), token)
 
 
 def is_opaque(stage: Stage) -> bool:

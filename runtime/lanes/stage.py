@@ -24,10 +24,11 @@ from ..geometry.groups import Group
 
 
 class Spec(NamedTuple):
-    """A flat tensor that travels: ``[numel]``."""
+    """A flat tensor that travels: ``[numel]``, on the device or in host memory."""
 
     numel: int
     dtype: torch.dtype
+    in_host_memory: bool = False
 
     @property
     def bytes(self) -> int:
@@ -41,11 +42,13 @@ class Cost(NamedTuple):
         sent: Bytes that this rank sends to others.
         kernels: Bytes that each kernel reads and writes, one operator after the other.
         fused: The same where a compiler fuses operators; None: as ``kernels``.
+        copied: Bytes that are copied between the device and host memory.
     """
 
     sent: int = 0
     kernels: tuple[int, ...] = ()
     fused: tuple[int, ...] | None = None
+    copied: int = 0
 
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -182,5 +185,6 @@ class Collective(Stage):
     flies = True
 
 
-compiled_operators: dict[Any, Callable[..., Any]] = {}
-"""Lowerings of local stages' operators, which Inductor compiles with what is around them."""
+local_operators: dict[Any, Callable[..., Any] | None] = {}
+"""Operators of local stages, with the lowerings by which Inductor compiles them with what is around them. None: they
+run by themselves, between pieces."""

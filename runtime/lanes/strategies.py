@@ -24,6 +24,7 @@ from ..geometry.layout import BucketLayout
 from ..geometry.topology import Topology
 from .lane import GATHERING, Lane, Plugin, Stages
 from .plain import AllGather, AllReduce, Cast, ReduceScatter, Scale
+from .rest import Rest
 from .stage import Spec
 
 
@@ -52,6 +53,8 @@ class BucketFacts(Protocol):
     def plugins(self) -> tuple[Plugin, ...]: ...
     @property
     def uses_shard(self) -> bool: ...
+    @property
+    def rest(self) -> Rest: ...
 
 
 def lane_of(bucket: BucketFacts, topology: Topology) -> Lane:
@@ -67,13 +70,13 @@ def lane_of(bucket: BucketFacts, topology: Topology) -> Lane:
 
         lane = plugin(lane, topology)
         check(lane, plain, bucket.name, plugin)
-    if not (bucket.travels_plainly or lane.plain_parts.issuperset(GATHERING)):
+    if not (bucket.travels_plainly or lane.own_parts.issuperset(GATHERING)):
         raise NotImplementedError(
             f"Bucket {bucket.name!r} is gathered in float8 or float4, or gathers itself, which is not made of stages: "
             f"{bucket.plugins[-1]!r} cannot change how it is gathered. Leave it out of the plug-in, or gather the "
             "bucket in its compute dtype."
         )
-    return lane
+    return bucket.rest.lane(lane, topology)
 
 
 def plain_lane(bucket: BucketFacts, topology: Topology) -> Lane:

@@ -114,6 +114,8 @@ class Backing(tuple[Tensor, ...]):
 
     watch: Callable[[], None] | None = None
     """Called before ``to_local()`` returns an ordinary tensor of a shard, because writes to it may leave no trace."""
+    settle: Callable[[], None] | None = None
+    """Called before the CPU reads or writes rows, which may still be copied from or to; None: they never are."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()

@@ -219,6 +219,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.extension = self.extension.around(views[0])
         self.backing = backing = Backing((flat,) if self.resident is None else (flat, self.resident))
         backing.watch = functools.partial(_watch, weakref.ref(self))
+        backing.settle = plan.rest.settler(flat)
         noted = zip(self.splits, map(noted_value, like), strict=True)
         backing.noted.update((split.name, digest) for split, digest in noted if digest is not None)
         self.params = tuple(
@@ -280,11 +281,11 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         if topology is not None:
             self.let_go()
             self.topology = topology
-        self.exchange = plan.exchange(self.topology)
+        self.exchange, before = plan.exchange(self.topology), self.lane
         self.lane = plan.lane(self.topology)
+        if self.resident is not None and before.has_local_copy and self.lane.step != before.step:
+            self._drop_resident()
         vars(self).pop("_is_gathered_by_gloo", None)
-        if not self.exchange.keeps_copy:
-            self._on_device, self._on_device_of = None, -1
         self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
         self.trains = tuple(param.requires_grad for param in self.params)
         """Which parameters are trainable. Their own attribute is a property in Python."""
@@ -333,7 +334,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         Gloo's thread may hold the result of a collective for a moment after the wait, on some ranks and not on others.
         The references to memory that is fresh, or a communication buffer, are therefore known, and not counted.
         """
-        if not self._is_gathered_by_gloo or self.plan.is_extension or "use" not in self.lane.plain_parts:
+        if not self._is_gathered_by_gloo or self.plan.is_extension or "use" not in self.lane.own_parts:
             return compat.references_to(full.untyped_storage())
         if self.exchange.gather_buffers.capacity:
             return self.owner.comm_buffers.references_if_alone(full)

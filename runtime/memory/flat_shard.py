@@ -1,10 +1,10 @@
 """The shard of a bucket: one flat tensor on each rank, and what is gathered from it or sent.
 
 flat          this rank's slice, an autograd leaf, in the main dtype
-resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
-              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
+resident      what the part ``step`` of its lane makes of it, which stays between uses. It is gathered, for strategies
+              that keep parameters whole, or for HFSDP, which keeps them whole over outer ranks; or it is a copy on the
+              device of a shard that rests elsewhere. ``flat`` is a slice of it if it is gathered in the same dtype
 quantized     the shard in float8 or float4, as it is sent
-on the device a copy of a shard that rests in host memory
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ..geometry.exchange import Exchange
 from ..geometry.partition import Partition
 from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
-from . import host
+from ..lanes.lane import Lane
+from ..lanes.plain import AllGather
 from .deferred_gradients import DeferredGradient
 
 
@@ -46,7 +47,7 @@ class FlatRange(NamedTuple):
 # [Note: Version counters]
 #
 # flat._version stands for the values of a shard. Whatever is made of them notes it, and is stale when it differs: the
-# resident, the quantized shard, the copy on the device, gathered buckets, portions, and tensors that autograd saved.
+# resident, the quantized shard, gathered buckets, portions, and tensors that autograd saved.
 #
 # - Operators on parameters run below autograd, where no version is incremented: tensor.before_write does that, for each
 #   tensor in the Backing.
@@ -70,12 +71,14 @@ class FlatShard:
 
     Attributes:
         flat: The shard, ``[shard_numel]`` in the main dtype.
-        exchange: How it is gathered and its gradients are reduced.
+        lane: How the bucket travels.
+        exchange: The same, for graphs.
         splits: Which rows of each parameter each rank holds.
         places: Where the rows of each parameter are in ``flat``.
     """
 
     flat: Tensor
+    lane: Lane
     exchange: Exchange
 
     def __init__(
@@ -84,6 +87,7 @@ class FlatShard:
         self.plan = plan
         self.topology = topology
         self.device = device
+        self.lane = plan.lane(topology)
         layout = plan.layout
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
@@ -94,9 +98,7 @@ class FlatShard:
 
     def _at_rest(self, numel: int) -> Tensor:
         """Return uninitialized memory where the shard rests, ``[numel]`` in the main dtype."""
-        if (offload := self.plan.offload) is not None:
-            return host.empty(numel, self.plan.main_dtype, self.device, offload.pins)
-        return torch.empty(numel, dtype=self.plan.main_dtype, device=self.device)
+        return self.plan.rest.empty(numel, self.plan.main_dtype, self.device)
 
     def _allocate(self, flat: Tensor) -> None:
         """Adopt the shard, and allocate what stays gathered between uses; see :attr:`flat`."""
@@ -115,15 +117,11 @@ class FlatShard:
         self.scales: Tensor | None = None
         """Scales of the whole bucket, in the order of its parameters."""
         self._quantized_of = -1  # version of the shard that was quantized
-        self._on_device: Tensor | None = None
-        self._on_device_of = -1  # version of the shard that was copied
         self._watched = -1, ""  # version of the shard, and a digest of the values
         if self.has_resident and not self.topology.releases_resident:
-            numel = flat.numel() * self.topology.resident_shards
-            resident = torch.empty(numel, dtype=plan.held_dtype, device=self.device)
-            # What stages make of the shard may not be what it was.
-            is_sent_as_it_is = "step" in plan.lane(self.topology).plain_parts
-            if plan.main_dtype == plan.held_dtype and plan.offload is None and is_sent_as_it_is:
+            resident = torch.empty(self._resident_numel, dtype=plan.held_dtype, device=self.device)
+            # Local stages make something else of the shard.
+            if plan.main_dtype == plan.held_dtype and all(isinstance(stage, AllGather) for stage in self.lane.step):
                 mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
@@ -166,7 +164,14 @@ class FlatShard:
     @property
     def has_resident(self) -> bool:
         """Whether a gathered tensor stays between uses, even if only within a step."""
-        return bool(self.topology.resident_groups)
+        return bool(self.lane.step or self.topology.resident_groups)
+
+    @property
+    def _resident_numel(self) -> int:
+        """Elements of the resident; of one that is quantized, those that its forms have."""
+        if not self.plan.travels_plainly:
+            return self.flat.numel() * self.topology.resident_shards
+        return self.lane.spec("use").numel
 
     @property
     def is_used_at_rest(self) -> bool:
@@ -201,8 +206,7 @@ class FlatShard:
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
         if self.resident is None:
-            gathered = self.flat.numel() * self.topology.resident_shards
-            numel = 2 * self.plan.held_numel if self.plan.has_planes else gathered
+            numel = 2 * self.plan.held_numel if self.plan.has_planes else self._resident_numel
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
         assert self.resident is not None
         return self.resident
@@ -240,10 +244,14 @@ class FlatShard:
         if self.quantized_columns is not None:
             for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
                 plane.copy_(quantize.from_records(self._gathered_to_keep(shard)))
-        elif "step" not in self.exchange.lane.plain_parts:
-            resident.copy_(self.exchange.lane.travel("step", self.fetched(), self.token))
+        elif "step" not in self.lane.own_parts:
+            resident.copy_(self.lane.travel("step", self.flat.detach(), self.token))
         elif self.quantized is None or self.plan.stays_quantized:
-            shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
+            shard = self.quantized
+            if shard is None:
+                shard = self.lane.front("step")(self.flat.detach(), self.token)
+            if not self.topology.resident_groups:
+                resident.copy_(shard)
             _, *parts = self._parts_of(resident)
             for group, part in zip(self.topology.resident_groups, parts, strict=True):
                 self.await_resident()
@@ -267,8 +275,7 @@ class FlatShard:
         """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
         if self.resident is not None:
             self.await_resident()
-        if self.plan.offload is not None:
-            host.settle(self.device)
+        self.plan.rest.settle(self.device)
 
     def await_resident(self) -> Tensor:
         assert self.resident is not None
@@ -290,7 +297,7 @@ class FlatShard:
 
     def watch(self) -> None:
         """Note the values, of which there are copies, before an ordinary tensor refers to the shard."""
-        of_copies = self._resident_of, self._quantized_of, self._on_device_of
+        of_copies = self._resident_of, self._quantized_of
         if (version := self.flat._version) in of_copies and self._watched[0] != version:
             self._watched = version, value_digest(self.flat)
 
@@ -303,7 +310,7 @@ class FlatShard:
         (version, before), now = self._watched, None
         if version == self.flat._version and (now := value_digest(self.flat)) != before:
             torch.autograd.graph.increment_version(self.flat)
-        if are_referred_to and (self.has_resident or self.quantized is not None or self.exchange.keeps_copy):
+        if are_referred_to and (self.has_resident or self.quantized is not None):
             self._watched = self.flat._version, now or value_digest(self.flat)
         else:
             self._watched = -1, ""
@@ -311,40 +318,19 @@ class FlatShard:
     # -- what is sent -------------------------------------------------------------------------------------------------
 
     def fetched(self) -> Tensor:
-        """Return the shard on the device that uses it, without autograd: a copy if it is at rest on the host."""
-        shard = self.flat.detach()
-        return shard if self.plan.offload is None else host.fetch(shard, self.device)
-
-    def on_device(self) -> Tensor:
-        """Return the device's copy of a shard in host memory, ``[shard_numel]`` in the dtype that is sent.
-
-        It is copied again if the shard has changed.
-        """
-        if self._on_device_of != self.flat._version:
-            # A tensor of inference mode could not be written to later.
-            with torch.inference_mode(False), torch.no_grad():
-                if self._on_device is None:
-                    self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
-                self._on_device.copy_(self.fetched())
-            self._on_device_of = self.flat._version
-        assert self._on_device is not None
-        return self._on_device
+        """Return the shard on the device that uses it, without autograd: a copy if it rests elsewhere."""
+        return self.plan.rest.fetch(self.flat.detach(), self.device)
 
     def source(self) -> Tensor:
-        """The tensor that this rank gathers from, without autograd.
-
-        It is the resident, the quantized shard, the device's copy of the shard, or the shard.
-        """
+        """The tensor that a use begins with on this rank, without autograd: the resident, the quantized shard, or the
+        shard."""
         if self.has_resident:
             return self.await_resident()
-        if self.exchange.keeps_copy:
-            return self.on_device()
         return self.flat.detach() if self.quantized is None else self.quantized
 
     def sent(self) -> Tensor:
         """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
-        at_rest = self.plan.offload is not None and not (self.has_resident or self.exchange.keeps_copy)
-        return self.fetched() if at_rest else self.source()
+        return self.fetched() if self.lane.shard.in_host_memory and not self.has_resident else self.source()
 
     def own_part(self, columns: bool = False) -> Tensor:
         """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.

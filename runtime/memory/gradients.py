@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 from ..owner import refuse_dropped
-from . import host
 from .bucket import Bucket, InstalledGradient
 from .deferred_gradients import RequestedGradients, bucket_of
 from .operators import like_rows
@@ -136,8 +135,8 @@ def deliver_to(backward: Backward, gradient: Tensor) -> None:
     backward.delivered, backward.kept = False, None  # an earlier backward may have failed
     if requested.returned:
         bucket = backward.bucket()
-        if bucket is not None and bucket.plan.offload is not None:
-            host.settle(bucket.device)
+        if bucket is not None:
+            bucket.plan.rest.settle(bucket.device)
         backward.kept = gradient.clone()
         return
     _receive(backward, gradient, in_graph=True)
@@ -166,8 +165,7 @@ def _receive(backward: Backward, gradient: Tensor | None, in_graph: bool = False
     if requested.returned:
         return select(requested, bucket, gradient, used)
     if not bucket.gradient_waits:  # a deferred gradient is zeros here
-        if bucket.plan.offload is not None:
-            host.settle(bucket.device)
+        bucket.plan.rest.settle(bucket.device)
         if not bucket.lane.is_deferred and (
             unrequested := used & requested.left_out
         ):  # ``defer_unless_due`` drops them from sums
@@ -184,8 +182,7 @@ def select(
     requested: RequestedGradients, bucket: Bucket, gradient: Tensor, used: Collection[int]
 ) -> list[Tensor | None]:
     """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
-    if bucket.plan.offload is not None:
-        host.settle(bucket.device)
+    bucket.plan.rest.settle(bucket.device)
     gradient = _run_tensor_hooks(bucket, gradient, requested.returned & set(used))
     views = bucket.local_views(gradient, backing=(gradient,))
     return [view if index in requested.returned and index in used else None for index, view in enumerate(views)]
@@ -275,8 +272,7 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int], in_graph
         used: Indices of parameters that this rank has used. Their hooks run.
         in_graph: Whether a compiled graph has called, which reuses the tensor's memory: it must not be kept.
     """
-    if bucket.plan.offload is not None:
-        host.settle(bucket.device)
+    bucket.plan.rest.settle(bucket.device)
     given, gradient = gradient, _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = _collect(bucket)
     total = gradient if total is None else total.add_(gradient)

@@ -21,7 +21,7 @@ from .. import compat
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Topology
 from ..observers import operation_begins
-from . import computed, host
+from . import computed, devices
 
 _log = logging.getLogger("mfsdp_compile.operators")
 
@@ -101,7 +101,7 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
-    gathered = host.on_device(gathered, topology.mesh.device_type)
+    gathered = devices.on_device(gathered, topology.mesh.device_type)
     if not gathered.is_floating_point():
         gathered = gathered.view(torch.uint8)  # not every backend sends every dtype
     for group in topology.shard_groups:
@@ -209,7 +209,7 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     note_received(
         moves[0].over, f"an exchange of rows{more}", moves[0].source.name, moves[0].source.shape, received_bytes
     )
-    home, parts = moves[0].local.device, [host.on_device(part, moves[0].over.mesh.device_type) for part in parts]
+    home, parts = moves[0].local.device, [devices.on_device(part, moves[0].over.mesh.device_type) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.to(home).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]

@@ -26,7 +26,7 @@ from .. import compat
 from ..formats.packed import PART_OF
 from ..geometry.rows import RowBox, RowSplit, contiguous_strides
 from ..geometry.topology import Topology
-from . import computed, host
+from . import computed, devices
 from .aliases import Backing, follow, keep_values
 from .averaging import Averaging
 from .dispatched import Dispatched, refuse_backward
@@ -165,7 +165,7 @@ class RowShardedTensor(Dispatched):
             return torch.view_as_complex(self.over_pieces(as_real(value), op, what))
         announce_at_rest(self.topology, what or f"a {op} over {self.row_split.name!r}", self.row_split.name)
         home = value.device
-        value = reduce_over_shards(self.topology, host.on_device(value, self.topology.mesh.device_type), op)
+        value = reduce_over_shards(self.topology, devices.on_device(value, self.topology.mesh.device_type), op)
         for group in self.row_split.groups:
             value = group.all_reduce(value, op, self.topology.in_order)
         return value.to(home)
@@ -311,8 +311,8 @@ class RowShardedTensor(Dispatched):
         """Return this rank's rows for a use that ends at once."""
         for resident in self.backing[1:]:
             compat.wait_tensor(resident)  # the caller may write to the rows
-        for flat in self.backing[:1]:
-            host.settle_pinned(flat)
+        if self.backing.settle is not None:
+            self.backing.settle()
         return self._local_tensor
 
     @property
@@ -589,6 +589,6 @@ def before_write(*tensors: RowShardedTensor) -> None:
     for backing in {id(tensor.backing): tensor.backing for tensor in tensors}.values():
         for resident in backing[1:]:
             compat.wait_tensor(resident)
-        for flat in backing[:1]:
-            host.settle_pinned(flat)
+        if backing.settle is not None:
+            backing.settle()
         torch.autograd.graph.increment_version(list(backing))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import compat
 from ..eager.engine import EagerRuntime
-from ..memory import host
+from ..memory import devices
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
 from ..memory.quantized_shards import QuantizedShards
@@ -84,7 +84,8 @@ def _settle(model: Recoverable) -> None:
     """Wait for what the step that failed has started: collectives, and copies to and from the host."""
     model.eager.settle()
     for device in {bucket.device for bucket in model.buckets}:
-        host.settle(device)
+        for settle in devices.settlers:
+            settle(device)
 
 
 def reset(model: Recoverable) -> None:

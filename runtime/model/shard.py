@@ -21,12 +21,12 @@ from ..eager.save_methods import guard_saving
 from ..eager.units import EagerUnit
 from ..formats.casts import Casts
 from ..formats.packed import take_apart
-from ..geometry.bucket_plan import Offload
 from ..geometry.exchange import Overlap
 from ..geometry.layout import LayoutPolicy
 from ..geometry.topology import Topology
 from ..init import meta
 from ..lanes.lane import PARTS, Lane, Plugin, is_own
+from ..lanes.rest import ON_DEVICE, Rest
 from ..lanes.strategies import lane_of
 from ..memory import pickled as pickled  # registers how tensors at rest are pickled
 from ..memory.allocation import Allocate, Allocator
@@ -81,7 +81,7 @@ class ShardingOptions:
         ignored: Parameters that are not sharded, moved or reduced.
         reshard_after_forward: Function that returns for each unit what its buckets have; see
             :class:`~..geometry.bucket_plan.BucketPlan`.
-        offload: Function that returns for each unit how its buckets are kept in host memory; None: they are not.
+        rest: Function that returns for each unit where its buckets rest.
     """
 
     unit_modules: UnitModules
@@ -104,7 +104,7 @@ class ShardingOptions:
     keeps_transposes: bool = False
     ignored: frozenset[nn.Parameter] = frozenset()
     reshard_after_forward: Callable[[Unit], bool | int | None] = lambda unit: None
-    offload: Callable[[Unit], Offload | None] = lambda unit: None
+    rest: Callable[[Unit], Rest] = lambda unit: ON_DEVICE
 
 
 @torch.inference_mode(False)  # tensors of inference mode could not be written to by later steps
@@ -272,7 +272,7 @@ def _agree_on_plan(
         )
         plan = ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy)
         plan = plan.with_resharding(options.reshard_after_forward)
-        found.append(plan.with_offload(options.offload, [communicating[0], communicating[-1]]))
+        found.append(plan.with_rest(options.rest, [communicating[0], communicating[-1]]))
         return [
             *_settings(topology, own, options),
             *found[0].describe(options.check_values),

@@ -451,7 +451,7 @@ class ShardedModel:
                 self.coordinator.start(f"broadcast {bucket.plan.name}", group=group)
                 shard = bucket.fetched()
                 dist.broadcast(shard, group=compat.process_group(group.name), group_src=0)
-                if bucket.plan.offload is not None:
+                if bucket.lane.shard.in_host_memory:
                     bucket.flat.detach().copy_(shard)
                 torch.autograd.graph.increment_version(bucket.flat)  # residents must be gathered from the new values
 

@@ -29,7 +29,7 @@ from .. import compat
 from ..geometry.groups import Group
 from ..geometry.rows import RowSplit
 from ..geometry.topology import Topology
-from ..memory import host
+from ..memory import devices
 from ..memory.redistribute import announce_at_rest, as_real
 from ..memory.tensor import RowShardedTensor
 
@@ -63,7 +63,7 @@ class ShardedMuon(torch.optim.Muon):
             assert gradient is not None
             buffer.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            return host.on_device(update.to_local().to(torch.bfloat16, copy=True), topology.mesh.device_type)
+            return devices.on_device(update.to_local().to(torch.bfloat16, copy=True), topology.mesh.device_type)
 
         def orthogonalize(whole: Tensor) -> Tensor:
             return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])

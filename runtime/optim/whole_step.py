@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..geometry.topology import Topology
-from ..memory import host
+from ..memory import devices
 from ..memory.redistribute import announce_at_rest
 from ..memory.tensor import RowShardedTensor
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
@@ -119,14 +119,8 @@ class WholeStep:
         journeys = []
         for numbers in by_dtype.values():
             items, legs = self._route([params[n] for n in numbers], topology)
-            journeys.append(
-                (
-                    numbers,
-                    Journey(
-                        items, legs, [host.on_device(rows[n].reshape(-1), topology.mesh.device_type) for n in numbers]
-                    ),
-                )
-            )
+            moved = [devices.on_device(rows[n].reshape(-1), topology.mesh.device_type) for n in numbers]
+            journeys.append((numbers, Journey(items, legs, moved)))
         return journeys
 
     def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
@@ -164,7 +158,7 @@ class WholeStep:
         )
         for numbers, journey in self._journeys(params, [param.rows() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
-            moved = {k: host.on_device(whole, topology.mesh.device_type) for k, whole in owned.items()}
+            moved = {k: devices.on_device(whole, topology.mesh.device_type) for k, whole in owned.items()}
             for n, flat in zip(numbers, journey.back(moved), strict=True):
                 param = params[n]
                 rows = flat.view(param.rows().shape).to(param.device)

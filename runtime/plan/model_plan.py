@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from ..digests import value_digest
 from ..formats import extension, quantize
-from ..geometry.bucket_plan import BucketPlan, Offload
+from ..geometry.bucket_plan import BucketPlan
 from ..geometry.partition import Partition, Peers, local_part, model_ranks
 from ..geometry.topology import Topology
 from ..lanes.lane import is_own
+from ..lanes.rest import Rest
 from ..memory.bucket import is_homeless
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.tensor import RowShardedTensor
@@ -25,7 +26,6 @@ from ..program_lines import warn
 from ..ranks import compared
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
-from .offload import check_offload
 from .partition import Partitioner
 from .precision import Policies
 from .precision_plan import PrecisionPlan
@@ -111,20 +111,20 @@ class ModelPlan:
             ),
         )
 
-    def with_offload(self, of_unit: Callable[[Unit], Offload | None], topologies: Sequence[Topology]) -> ModelPlan:
-        """Return the plan with the units whose buckets are kept in host memory.
+    def with_rest(self, of_unit: Callable[[Unit], Rest], topologies: Sequence[Topology]) -> ModelPlan:
+        """Return the plan with the places where the buckets of units rest.
 
         Args:
             topologies: Those of dense parameters and of experts.
 
         Raises:
-            NotImplementedError: A bucket cannot be kept there.
+            NotImplementedError: A bucket cannot rest there.
         """
         units = tuple(
-            (unit, tuple(replace(bucket, offload=of_unit(unit)) for bucket in buckets)) for unit, buckets in self.units
+            (unit, tuple(replace(bucket, rest=of_unit(unit)) for bucket in buckets)) for unit, buckets in self.units
         )
-        for bucket in (bucket for _, buckets in units for bucket in buckets if bucket.offload is not None):
-            check_offload(bucket, topologies[bucket.is_expert])
+        for bucket in (bucket for _, buckets in units for bucket in buckets):
+            bucket.rest.check(bucket, topologies[bucket.is_expert])
         return replace(self, units=units)
 
     @property
@@ -358,7 +358,7 @@ def _bucket(bucket: BucketPlan) -> str:
     reduced = f", reduced in {bucket.comm_dtype}{how}, summed in {bucket.grad_dtype}"
     reshard = bucket.reshard_after_forward
     more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
-    more += f", in {bucket.offload}" if bucket.offload is not None else ""
+    more += f", in {rest}" if (rest := str(bucket.rest)) else ""
     return f"bucket {bucket.name}: {digest}, {dtypes}{reduced}{more}"
 
 

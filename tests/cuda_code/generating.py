@@ -31,7 +31,7 @@ from mfsdp_compile.backend import compile as backend
 from mfsdp_compile.backend.straight_line import Code
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import distributed, pieces
-from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.guests.offload import host
 from mfsdp_compile.runtime.plan.meshes import build_topology
 
 _OFFLOADS = {"": None, "parameters": CPUOffloadPolicy, "optimizer": OptimizerOffloadPolicy}

@@ -33,7 +33,7 @@ class Mutant:
     rank: int | None = None
 
 
-HOST = "runtime/memory/host.py"
+HOST = "runtime/guests/offload/host.py"
 REDUCING = "runtime/eager/reducing.py"
 MUTANTS = {
     "no wait for what is copied": Mutant(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_optimizer
 from mfsdp_compile.checkpoint import full_optimizer_state_dict, full_state_dict, host_copies, saving
-from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.guests.offload import host
 
 EAGER, AOT_EAGER = parity.EAGER, parity.AOT_EAGER
 STEPS = 2

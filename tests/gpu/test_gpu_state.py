@@ -156,7 +156,7 @@ def test_host_memory(mode: str) -> None:
         for bucket in model.sharded.buckets:
             assert bucket.flat.device.type == "cpu"
             assert bucket.flat.is_pinned() is (policy.pin_memory and not FAKE)
-            assert bucket.source().device.type == ("cuda" if bucket.exchange.keeps_copy else "cpu")
+            assert bucket.source().device.type == ("cuda" if bucket.lane.step else "cpu")
         found.append([*(loss.detach().cpu() for loss in losses), *(param.to_local() for param in model.parameters())])
     for other in found[1:]:
         if mode == "inductor":  # which fuses otherwise where shards are elsewhere, and so rounds to bfloat16 elsewhere

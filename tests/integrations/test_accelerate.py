@@ -147,7 +147,7 @@ def test_configuration_of_fsdp2(offload: bool) -> None:
     with trainers():
         accelerator = MfsdpAccelerator(cpu=True, fsdp_plugin=plugin)
         model = fully_shard_model(hf_trainer.build(), **accelerator.sharding_arguments())
-        assert {bucket.plan.offload is not None for bucket in model.sharded.buckets} == {offload}
+        assert {bucket.lane.shard.in_host_memory for bucket in model.sharded.buckets} == {offload}
         assert accelerator.prepare(model) is model
         loss = model(**next(iter(plain_loop.batches(hf_trainer.windows(1, 2), hf_trainer.BATCH)))).loss
         accelerator.backward(loss)

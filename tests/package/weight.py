@@ -32,7 +32,7 @@ GUESTS = {
     "portions": (r"portion", r"passes/portions"),
     "offload": (
         r"\boffload|host\.(fetch|offload|settle|empty|on_device)",
-        r"memory/host|plan/offload|activations|host_memory",
+        r"guests/offload|activations|host_memory",
     ),
     "wire": (
         r"\bwire\b|sums_exactly|exchanges?_slices|wait_summed|sums_within|in_order\b",
@@ -55,7 +55,7 @@ GUESTS = {
 FLAGS = frozenset(
     re.findall(
         r"\w+",
-        """is_quantized stays_quantized dequantizes takes_quantized takes_sent keeps_copy needs_token has_token may_wait
+        """is_quantized stays_quantized dequantizes takes_quantized needs_token has_token may_wait
         scales_first sums_exactly is_copied has_planes sends_planes is_extension extension portions has_resident
         releases_resident is_stale is_quantized_stale quantized quantized_columns scaling form offload capacity
         is_expert decoupled inspected keeps_memory is_complex gather_group pending resident wrappers is_from_portions

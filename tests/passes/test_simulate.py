@@ -32,6 +32,7 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
+from mfsdp_compile.runtime.guests.offload.stages import HostMemory
 
 AB = context([bucket("a"), bucket("b")])
 FORWARD, BACKWARD = Stage.FORWARD, Stage.BACKWARD
@@ -60,7 +61,7 @@ def seconds_of(exposure: Exposure) -> tuple[float, float, float, float]:
     return exposure.exposed, exposure.hidden, exposure.queued, exposure.ahead
 
 
-OFFLOADED = context([bucket("a", offload="cpu"), bucket("b")])
+OFFLOADED = context([bucket("a", rest=HostMemory()), bucket("b")])
 
 
 def test_copies_of_saved_values_queue_by_direction() -> None:
@@ -96,7 +97,7 @@ def test_the_cpu_steps_while_the_device_computes() -> None:
 
     What is queued after the step waits for it. Steps over two buckets follow each other.
     """
-    both = context([bucket("a", offload="cpu"), bucket("b", offload="cpu")])
+    both = context([bucket("a", rest=HostMemory()), bucket("b", rest=HostMemory())])
     last, optimizer = len(both.buckets[0].exchange.lane.reduction) - 1, OptimizerCost("a", 8, 8, 4)
     first, second = (Collective("reduce", number, last, 0.0, 1e-6, "g") for number in range(2))
     begun = [Start(first), Wait(first)]
@@ -112,7 +113,7 @@ def test_the_cpu_steps_while_the_device_computes() -> None:
 
 def test_a_copy_on_the_device_is_written_once_a_step() -> None:
     """If only the optimizer is offloaded, gathers fetch nothing; the shard (11 us) is back after the CPU's step."""
-    kept = context([bucket("a", offload="cpu", keeps_copy=True), bucket("b")])
+    kept = context([bucket("a", rest=HostMemory(optimizer_only=True)), bucket("b")])
     copy, there = (gather_of(info, i, COSTS) for i, info in enumerate(kept.buckets))
     assert copy.before == there.before
     optimizer = OptimizerCost("a", 8, 8, 4)

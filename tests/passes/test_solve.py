@@ -147,7 +147,7 @@ def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> Non
 
     Here gathers take much longer than reductions, which are within a node.
     """
-    plan = chain([bucket(f"u{i}", MB, gather_stride=4) for i in range(6)], [100e-6] * 6)
+    plan = chain([bucket(f"u{i}", MB, stride=4) for i in range(6)], [100e-6] * 6)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     seconds = {}
     for later in (True, False):
@@ -186,7 +186,7 @@ def test_what_saves_most_time_per_byte_stays(slow: int) -> None:
 
     Here it is the one of two equally large buckets that is gathered between nodes, ten times as slowly.
     """
-    plan = chain([bucket(f"u{i}", MB, gather_stride=4 if i == slow else 1) for i in range(5)], [100e-6] * 5)
+    plan = chain([bucket(f"u{i}", MB, stride=4 if i == slow else 1) for i in range(5)], [100e-6] * 5)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     found = [solve(plan, ADAMW, budget).decisions.kept for budget in range(least, most, MB)]
     assert found[0] <= {4}  # the last one, which backward begins with

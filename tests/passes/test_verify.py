@@ -71,6 +71,9 @@ class Scheduled:
     context: Context
     phase: Phase
 
+    def __post_init__(self) -> None:
+        vars(self)["lanes"] = [info.exchange.lane for info in self.context.buckets]  # outlive the model, as they do
+
     def copy(self) -> Subject:
         return Subject(copy.deepcopy(self.graph), self.context, self.phase)
 

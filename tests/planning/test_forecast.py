@@ -29,7 +29,7 @@ from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.report import to_text
-from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.guests.offload import host
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy

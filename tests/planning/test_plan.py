@@ -915,7 +915,7 @@ def test_auto_offloads_as_many_units_as_it_takes() -> None:
     assert row.fits
     assert row.offload.whole == 0
     assert 0 < row.offload.optimizer < units
-    offloaded = {info.unit.partition(":")[0] for info in row.context.buckets if info.exchange.offload}
+    offloaded = {info.unit.partition(":")[0] for info in row.context.buckets if info.rests_in_host_memory}
     assert offloaded == set(modules_of(row.context.buckets)[: row.offload.optimizer])
     fewer = replace(job, offload=OffloadedUnits(optimizer=row.offload.optimizer - 1))
     assert not planned(fewer, traced_llama(10), Candidate(ZERO3, 4)).fits

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import compat
 from ...collectives.library import library
-from ...lanes.stage import compiled_operators
+from ...lanes.stage import local_operators
 from . import wire
 
 library.define("encode_slices(Tensor gradient, int group_size, str format, int pieces) -> Tensor")
@@ -66,5 +66,5 @@ def _lower_sum(received: Any, ranks: int, format: str, numel: int) -> Any:
     return total
 
 
-compiled_operators[torch.ops.mfsdp.encode_slices.default] = _lower_encode
-compiled_operators[torch.ops.mfsdp.sum_slices.default] = _lower_sum
+local_operators[torch.ops.mfsdp.encode_slices.default] = _lower_encode
+local_operators[torch.ops.mfsdp.sum_slices.default] = _lower_sum

@@ -15,9 +15,10 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile.backend.options import CompileOptions
-from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.runtime.memory import host
+from mfsdp_compile.runtime.guests.offload import host
+from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 OFFLOADED: dict[str, Any] = {"activation_offload": True, "activation_offload_least": 1}
@@ -128,9 +129,9 @@ def test_places() -> None:
     assert len(norms) == 4  # of three blocks and the end: the first readers of each unit's parameters
     copied = {}
     for i, node in enumerate(forward):
-        if node.target is roles.OFFLOAD_SAVED:
-            assert node.args[0] is forward[i - 1] or node.prev.target is roles.OFFLOAD_SAVED
-            (wait,) = (user for user in node.users if user.target is roles.WAIT_SAVED)
+        if node.target is OFFLOAD_SAVED:
+            assert node.args[0] is forward[i - 1] or node.prev.target is OFFLOAD_SAVED
+            (wait,) = (user for user in node.users if user.target is WAIT_SAVED)
             unit = sum(norm < forward.index(node.args[0]) + 1 for norm in norms)
             copied[node.args[0].name] = unit
             assert forward.index(wait) < norms[unit + 1]
@@ -139,8 +140,8 @@ def test_places() -> None:
     assert any("needed until the end of forward" in line for line in _lines(record, Phase.JOINT))
     backward = [node for node in graphs[Phase.BACKWARD].nodes if node.op == "call_function"]
     for node in backward:
-        if node.target is roles.FETCH_SAVED:
-            (wait,) = (user for user in node.users if user.target is roles.WAIT_SAVED)
+        if node.target is FETCH_SAVED:
+            (wait,) = (user for user in node.users if user.target is WAIT_SAVED)
             first = min(user for user in node.users if user is not wait)
             between = backward[backward.index(node) : backward.index(first)]
             assert sum(other.target is torch.ops.aten.mm.default for other in between) >= 2  # a unit's products

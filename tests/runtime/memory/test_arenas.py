@@ -105,9 +105,9 @@ class _Demo:
             self.step()
         rest = 0
         for bucket in self.model.sharded.buckets:
-            if bucket.plan.offload is None:
+            if not bucket.lane.shard.in_host_memory:
                 rest += 3 * bucket.flat.nbytes  # with AdamW's two moments
-            elif bucket.exchange.keeps_copy:
+            elif bucket.lane.has_local_copy:
                 rest += bucket.source().nbytes
         return rest + peaks(self.step, self.update != self._update)[DEVICE]
 

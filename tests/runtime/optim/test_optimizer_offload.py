@@ -155,12 +155,13 @@ def test_by_unit() -> None:
         assert torch.equal(a.grad.to_local(), b.grad.to_local())
     infos = [bucket_info(bucket.plan, bucket.topology) for bucket in model.sharded.buckets]
     held = resting_memory(infos, OptimizerCost(state_bytes=8))
-    on_device = sum(b.flat.nbytes for b in model.sharded.buckets if b.plan.offload is None)
-    copied = sum(b.source().nbytes for b in model.sharded.buckets if b.exchange.keeps_copy)
-    assert (held[Category.SHARDS], held[Category.OPTIMIZER]) == (on_device + copied, 2 * on_device)
+    on_device = sum(b.flat.nbytes for b in model.sharded.buckets if not b.lane.shard.in_host_memory)
+    copied = sum(b.source().nbytes for b in model.sharded.buckets if b.lane.has_local_copy)
+    assert (held[Category.SHARDS], held[Category.OPTIMIZER]) == (on_device, 2 * on_device)
+    assert held[Category.GATHERED] == copied
     assert on_device
     assert copied
-    offloaded = [b for b in model.sharded.buckets if b.plan.offload is not None]
+    offloaded = [b for b in model.sharded.buckets if b.lane.shard.in_host_memory]
     on_host = host_memory(infos, OptimizerCost(state_bytes=8))
     assert on_host[Category.SHARDS] == on_host[Category.GRADIENTS] == sum(b.flat.nbytes for b in offloaded)
     assert on_host[Category.OPTIMIZER] == 2 * on_host[Category.SHARDS]

@@ -34,6 +34,7 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.guests.offload.operators import OFFLOAD
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -809,7 +810,7 @@ def test_gradients_in_host_memory_are_delivered_before_the_next_copy() -> None:
     where = {node: number for number, node in enumerate(nodes)}
     delivers = [node for node in nodes if node.target is roles.DELIVER]
     copies = [deliver.args[0] for deliver in delivers]
-    assert [copy.target for copy in copies] == [roles.OFFLOAD] * 5
+    assert [copy.target for copy in copies] == [OFFLOAD] * 5
     for deliver, following in zip(delivers, [*copies[1:], nodes[-1]], strict=True):
         between = nodes[where[deliver.args[0]] + 1 : where[deliver]]
         assert where[deliver] == where[following] - 1

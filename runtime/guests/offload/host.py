@@ -28,21 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...memory import devices
+
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> Tensor:
     """Return uninitialized host memory for a bucket that ``device`` uses, ``[numel]``."""
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins and device.type == "cuda")
-
-
-def device_of(kind: str) -> torch.device:
-    """Return this rank's device of a type: graphs, which are the same on all ranks, name only the type."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def on_device(value: Tensor, kind: str) -> Tensor:
-    """Return a tensor on this rank's device of a type, which collectives work on: what rests in host memory is
-    copied."""
-    return value if value.device.type == kind else value.to(device_of(kind))
 
 
 def fetch(shard: Tensor, device: torch.device) -> Tensor:
@@ -140,6 +131,8 @@ def _stream_of(device: torch.device, outward: bool) -> Any:
         _streams[device, outward] = torch.cuda.Stream(device)
     return _streams[device, outward]
 
+
+devices.settlers.append(settle)
 
 _streams: dict[tuple[torch.device, bool], Any] = {}
 """The streams that copies run on, by device and direction: models share them, as they share the link."""

@@ -1,0 +1,1 @@
+"""Shards, their gradients and the optimizer's state in host memory."""
