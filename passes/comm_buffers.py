@@ -41,7 +41,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
             continue
         count = _enough(count, context.policy)
         _replace(graph, gather, capacity, count)
-        lines.append(f"{info.name}: gathered into {_described(capacity * info.exchange.sent_dtype.itemsize, count)}")
+        lines.append(f"{info.name}: gathered into {_described(capacity * info.exchange.sent.dtype.itemsize, count)}")
     for pack, bucket in roles.packs(graph):
         info = context.buckets[bucket]
         capacity, count = info.exchange.gradient_buffers

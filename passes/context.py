@@ -9,7 +9,6 @@ from enum import Enum
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from mfsdp_compile.runtime.schedule.decisions import Decisions
@@ -100,7 +99,7 @@ class BucketInfo:
     @property
     def sent_bytes(self) -> int:
         """Bytes of the all-gather's result."""
-        return self.exchange.sent_numel * self.exchange.sent_dtype.itemsize
+        return self.exchange.sent.bytes
 
     @property
     def shard_bytes(self) -> int:
@@ -122,22 +121,27 @@ class BucketInfo:
         return self.exchange.lane.shard.in_host_memory
 
     @property
-    def quantized_bytes(self) -> int:
-        """Bytes of this rank's shard in float8; 0 if the bucket is not gathered in float8."""
-        exchange = self.exchange
-        numel = quantize.sent_numel(self.layout.shard_numel, exchange.scaling)
-        return numel * exchange.sent_dtype.itemsize if exchange.is_quantized else 0
+    def made_bytes(self) -> int:
+        """Bytes of what a joint stage makes of the shard, besides what stays; 0 if there is none."""
+        lane = self.exchange.lane
+        return lane.spec("step", 1).bytes if lane.is_joint and not lane.has_local_copy else 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the bucket is made from what lands, in new memory."""
+        lane = self.exchange.lane
+        return lane.gather is not None and any(not stage.inlined for stage in lane.use[lane.gather + 1 :])
 
     @property
     def fresh_bytes(self) -> int:
         """Bytes that the gathered bucket allocates: none if it stays in a communication buffer."""
-        in_buffer = self.exchange.gather_buffers.capacity and not self.exchange.dequantizes
+        in_buffer = self.exchange.gather_buffers.capacity and not self.decodes
         return 0 if in_buffer else self.gathered_bytes
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that a gather in float8 allocates until they are dequantized: none in a communication buffer."""
-        allocates = self.exchange.dequantizes and not self.exchange.gather_buffers.capacity
+        """Bytes that a gather allocates until the bucket is made from them: none in a communication buffer."""
+        allocates = self.decodes and not self.exchange.gather_buffers.capacity
         return self.sent_bytes if allocates else 0
 
     @property
@@ -200,7 +204,6 @@ class NodeKind(Enum):
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
     SHARD = "shard"  # placeholder of this rank's shard, or of its resident
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
-    QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
     SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8, or a view of it
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"

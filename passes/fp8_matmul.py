@@ -44,6 +44,8 @@ from torch import Tensor, fx
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import ALIGNMENT
 from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
+from mfsdp_compile.runtime.geometry.exchange import Exchange
+from mfsdp_compile.runtime.guests.quantized.stages import Dequantize
 
 from .context import Context, NodeKind, Report, role_of
 from .roles import FP8, nested_graph
@@ -111,12 +113,17 @@ def apply(graph: fx.Graph, context: Context, fp8: Fp8Matmul, costs: CostModel | 
     if stay:
         lines.append(f"{len(stay)} of {len(context.buckets)} buckets stay in float8")
     buckets = tuple(
-        replace(info, exchange=info.exchange._replace(form=MULTIPLIED), gathered_bytes=info.sent_bytes)
+        replace(info, exchange=_as_gathered(info.exchange, fp8), gathered_bytes=info.sent_bytes)
         if bucket in stay
         else info
         for bucket, info in enumerate(context.buckets)
     )
     return Report("fp8_matmul", lines), replace(context, buckets=buckets)
+
+
+def _as_gathered(exchange: Exchange, fp8: Fp8Matmul) -> Exchange:
+    """Return the exchange of a bucket whose bytes are multiplied where they arrived."""
+    return exchange._replace(form=MULTIPLIED, scaling=fp8.used, lane_key=exchange.lane.as_gathered.key)
 
 
 def _stay_quantized(
@@ -131,7 +138,7 @@ def _stay_quantized(
     stay = {
         bucket
         for bucket in {bucket for bucket, _ in rewritten.values()}
-        if exchanges[bucket].dequantizes and exchanges[bucket].takes_quantized and exchanges[bucket].scaling == fp8.used
+        if any(isinstance(stage, Dequantize) and stage.scaling == fp8.used for stage in exchanges[bucket].lane.use)
     }
     for reader, bucket in _readers(graph, shells):
         if reader not in rewritten:

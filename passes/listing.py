@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.lanes.plain import is_plain
 from mfsdp_compile.runtime.lanes.stage import Spec, Stage
@@ -72,11 +71,9 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         exchange, detail, is_deferrable = info.exchange, "", False
         if what == "gather":
             ranks = number if number > 1 else exchange.gather_size
-            size, dtype = info.sent_bytes, exchange.dtype
-            if exchange.is_quantized:
-                dtype = quantize.dtype_of(exchange.scaling)
+            size, dtype = info.sent_bytes, exchange.sent.dtype
             if number > 1:  # portions are of the bucket as it is held
-                size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
+                size, dtype = info.gathered_bytes, exchange.held_dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
             lane = exchange.lane
             if number == 1 and lane.gather is not None and not all(is_plain(stage) for stage in lane.use):

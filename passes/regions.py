@@ -390,7 +390,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
     gathered = []
     for number, ((anchor, whole), info) in enumerate(zip(pairs, infos, strict=True)):
         gathered.append(
-            graph.call_function(torch.ops.mfsdp.gather.default, (anchor, whole, None, None, None, *info.exchange))
+            graph.call_function(torch.ops.mfsdp.gather.default, (anchor, whole, None, None, *info.exchange))
         )
         gathered[-1].meta["custom"] = {MARK: number}
     split = {number: unshard.split_scales(graph, of, number, infos[number]) for number, of in scales.items()}

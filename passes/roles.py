@@ -5,10 +5,10 @@
 
     shard -> gather_into_buffer -> wait -> view -> view ...           the same, into a communication buffer
 
-    quantized -> all_gather -> wait_quantized -> view -> view ...     the same, in float8
-                     scales ---/
+    resident -> all_gather -> wait -> dequantize -> view ...          the same, in float8
+                           scales ---/
 
-    quantized -> all_gather -> wait -> view -> view ...               the same, if modules take the bytes as they are
+    resident -> all_gather -> wait -> view -> view ...                the same, if modules take the bytes as they are
     scales -> view ...
 
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
@@ -47,8 +47,6 @@ from mfsdp_compile.runtime.lanes.stage import local_operators
 from .context import NodeKind, Role, role_of, set_role
 
 MARK = "mfsdp_bucket"
-OF_BYTES = "mfsdp_of_bytes"
-"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: those of the quantized shard."""
 SCALES_MARK = "mfsdp_scales"
 """Key in ``meta["custom"]``, like :data:`MARK`, of views of a bucket's scales."""
 REGION = "mfsdp_region_buckets"
@@ -272,8 +270,7 @@ _PACKING = torch.ops.mfsdp.pack_gradients.default
 DISTINCT = (torch.ops.mfsdp.pack_gradients, compat.region_call, compat.invoke_subgraph)
 """Operators whose calls the partitioner must not merge: two buckets with the same gradients have two reductions."""
 PORTION = torch.ops.mfsdp.portion.default
-WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
-WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED, WAIT_STAGE)
+WAITS = (_c10d.wait_tensor.default, WAIT_STAGE)
 """Operators that await a collective."""
 QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
 _KINDS: dict[Any, NodeKind] = {
@@ -317,6 +314,11 @@ def is_local_stage(node: fx.Node) -> bool:
     return node.target is RUN_STAGE or node.target in local_operators
 
 
+def takes_scales(node: fx.Node) -> bool:
+    """Whether a node is a local stage that takes the scales of its bucket."""
+    return node.target is not RUN_STAGE and is_local_stage(node) and len(node.all_input_nodes) > 1
+
+
 def assign(graph: fx.Graph) -> None:
     """Give every node that gathers or reduces a bucket its role."""
     for node in graph.nodes:
@@ -347,10 +349,7 @@ def assign(graph: fx.Graph) -> None:
 
 def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
     """Return the kind of a placeholder that a node with a role reads."""
-    if node.target is WAIT_QUANTIZED or kind is NodeKind.SCALES:
-        return NodeKind.SCALES
-    of_bytes = _mark(node, OF_BYTES) or any(user.target is WAIT_QUANTIZED for user in node.users)
-    return NodeKind.QUANTIZED if kind is NodeKind.START_GATHER and of_bytes else NodeKind.SHARD
+    return NodeKind.SCALES if kind is NodeKind.SCALES or takes_scales(node) else NodeKind.SHARD
 
 
 def _assign_inputs(call: fx.Node) -> None:

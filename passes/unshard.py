@@ -13,15 +13,15 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.formats.forms`) is three values:
 an anchor, data and a scale.
 
-    parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
+    parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, resident_0, None, scales_0, ...)
     anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
                                                         split = mfsdp.split_scales(scales_0, ...)
                                                         scale = split[0]
 
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
-shards, one per bucket in the context's order, each followed by the bucket's resident, token, quantized shard and
-scales, if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
+shards, one per bucket in the context's order, each followed by the bucket's resident, token and scales, if it
+has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
-from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, nested_graph, region_calls
+from .roles import MARK, REGION, SCALES_MARK, nested_graph, region_calls
 
 PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
@@ -63,8 +62,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             beside = {
                 "resident": info.has_resident,
                 "token": info.has_token,
-                "sent": info.exchange.takes_quantized,
-                "scales": info.exchange.is_quantized,
+                "scales": info.exchange.takes_scales,
             }
             placeholders = [
                 compat.add_parameter_placeholder(graph, f"{name}_{bucket}", None) if exists else None
@@ -85,11 +83,9 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         call.meta["custom"] = {MARK: bucket}
         gathered.append(call)
         at = call
-        if info.exchange.stays_quantized:
-            call.meta["custom"][OF_BYTES] = True
-            if bucket not in calls:
-                with graph.inserting_after(at):
-                    scales[bucket] = at = split_scales(graph, sources[bucket][-1], bucket, info)
+        if info.exchange.stays_quantized and bucket not in calls:
+            with graph.inserting_after(at):
+                scales[bucket] = at = split_scales(graph, sources[bucket][-1], bucket, info)
     of_calls = {b: source[-1] for b, source in enumerate(sources) if context.buckets[b].exchange.stays_quantized}
     for call in dict.fromkeys(calls.values()):
         _pass_buckets(call, gathered, of_calls)
@@ -138,7 +134,8 @@ def _copy_for_branches(parameter: fx.Node) -> None:
 
 
 def _in(info: BucketInfo) -> str:
-    return f" in {quantize.kind_of(info.exchange.scaling)}" if info.exchange.is_quantized else ""
+    lane = info.exchange.lane
+    return f" {lane.step[0].text}" if lane.is_joint else ""
 
 
 def split_scales(graph: fx.Graph, scales: fx.Node, bucket: int, info: BucketInfo) -> fx.Node:

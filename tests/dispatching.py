@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import kernels, ops, pack
+from mfsdp_compile.runtime.guests.offload import operators as offload
+from mfsdp_compile.runtime.guests.quantized import operators as quantized
 
 
 def kernel_in_python(func: Any) -> Callable[..., Any] | None:
@@ -21,7 +23,7 @@ def kernel_in_python(func: Any) -> Callable[..., Any] | None:
     if isinstance(func, torch._ops.HigherOrderOperator):
         return lambda *args, **kwargs: compat.run_higher_order(func, args, kwargs)
     if func.namespace == "mfsdp":
-        found = vars(ops) | vars(kernels) | vars(pack)
+        found = vars(offload) | vars(quantized) | vars(ops) | vars(kernels) | vars(pack)
         return found.get(f"_{func._opname}") or found[func._opname]  # type: ignore[no-any-return]
     return None
 

@@ -29,6 +29,7 @@ from mfsdp_compile.passes.verifier.analysis import (
 )
 from mfsdp_compile.runtime.guests.offload.operators import FETCH, FETCH_SAVED, OFFLOAD, OFFLOAD_SAVED, WAIT_SAVED
 from mfsdp_compile.runtime.guests.offload.stages import Fetch
+from mfsdp_compile.runtime.guests.quantized.operators import DEQUANTIZE
 from mfsdp_compile.runtime.lanes.lane import lane_at
 from mfsdp_compile.runtime.schedule.phase import Phase
 
@@ -69,8 +70,8 @@ class Subject(Analysis):
 
     def occupied(self, whole: Whole) -> tuple[int, int]:
         """Return the positions between which the memory that a bucket is gathered into must not change."""
-        if whole.node.target is roles.WAIT_QUANTIZED:
-            return self.in_flight(whole.launch)
+        if roles.is_local_stage(whole.node):
+            return self.order[whole.launch.node], self.order[whole.node]
         return self.live(whole)
 
     def return_(self, position: int, value: Any) -> None:
@@ -732,6 +733,14 @@ def activation_replaced(s: Subject) -> Iterator[Change]:
             yield from ((lambda p=position, v=view: s.return_(p, v)) for view in s.ranges(whole)[:1])
 
 
+def landed_saved(s: Subject) -> Iterator[Change]:
+    """What was gathered stays in memory, encoded."""
+    for whole in s.gathered if s.phase is Phase.FORWARD else ():
+        for wait in whole.launch.waits:
+            if wait is not whole.node:
+                yield lambda wait=wait: s.save(wait)
+
+
 def gather_saved(s: Subject) -> Iterator[Change]:
     """An unawaited gather is saved."""
     for launch in s.gathers:
@@ -1053,7 +1062,7 @@ def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
 
 
 def _dequantized(s: Subject) -> Iterator[Whole]:
-    return (whole for whole in s.gathered if whole.node.target is roles.WAIT_QUANTIZED)
+    return (whole for whole in s.gathered if whole.node.target is DEQUANTIZE)
 
 
 def shard_sent_for_quantized(s: Subject) -> Iterator[Change]:
@@ -1106,8 +1115,7 @@ def bytes_read_as_weights(s: Subject) -> Iterator[Change]:
     for whole in _dequantized(s):
 
         def change(w: Whole = whole) -> None:
-            plain = call(w.node, WAIT, w.launch.node, before=True, bucket=w.bucket)
-            w.node.replace_all_uses_with(plain)
+            w.node.replace_all_uses_with(w.node.args[0])
             s.graph.erase_node(w.node)
 
         yield change
@@ -1452,6 +1460,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
         *(another_gather_awaited, shard_read, portion_reads_start, resident_unawaited, region_reads_start),
+        bytes_read_as_weights,
     ),
     "V2": (
         *(gathered_twice, gathered_for_nobody, released_early, released_through_a_view, released_twice),
@@ -1480,6 +1489,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V8": (
         *(view_saved, bucket_saved, cast_saved, transpose_saved, clone_saved, activation_replaced, gather_saved),
+        landed_saved,
         *(weight_returned, portion_not_copied, portion_of_what_is_kept, portion_returned, quantized_weight_saved),
     ),
     "V9": (
@@ -1491,8 +1501,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(gathered_in_other_dtype, parameter_moved, parameter_confused, packed_in_other_dtype, packed_too_long),
         *(saved_exchanged, output_dropped, portion_of_another_bucket, portion_of_a_view, portion_lost),
         *(another_portion_gathered, region_reads_another_bucket, another_region_called),
-        *(shard_sent_for_quantized, quantized_made_in_graph, scales_of_another_bucket, scales_replaced),
-        *(dequantized_otherwise, bytes_read_as_weights),
+        *(shard_sent_for_quantized, scales_of_another_bucket, scales_replaced),
     ),
     "V11": (
         *(scales_of_another_matrix, scales_scaled, scales_not_folded, multiplied_row_major, not_quantized),
@@ -1502,7 +1511,8 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(gather_unencoded, gather_with_another_stage, slices_summed_otherwise, slices_not_summed),
         *(slices_in_another_format, slices_sent_in_another_format, slices_in_another_order),
         *(reduction_with_another_stage, sent_from_the_host, fetched_twice, fetched_from_the_device),
-        *(fetched_to_another_device, cast_on_the_host, copy_cast),
+        *(fetched_to_another_device, cast_on_the_host, copy_cast, quantized_made_in_graph),
+        dequantized_otherwise,
         *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
         *(gradient_reduced_on_the_host, gradient_changed_on_the_host, saved_read_in_flight, saved_never_awaited),
         *(saved_awaited_twice, saved_source_lost, saved_source_written, saved_read_on_the_host),

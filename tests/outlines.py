@@ -13,9 +13,11 @@ from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
 from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
+from mfsdp_compile.runtime.guests.quantized.stages import Dequantize, Quantize
 from mfsdp_compile.runtime.lanes.lane import Lane
 from mfsdp_compile.runtime.lanes.plain import AllGather, ReduceScatter
 from mfsdp_compile.runtime.lanes.stage import Spec
@@ -57,11 +59,20 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
         Spec(numel // ranks, torch.float32),
         spec(changes.pop("dtype", torch.float32)),
         spec(changes.pop("comm_dtype", torch.float32)),
+        step=changes.pop("step", ()),
         use=changes.pop("use", (AllGather(Group("gathers", ranks, 0, changes.pop("stride", 1))),)),
         pack=changes.pop("pack", ()),
         each=changes.pop("each", (ReduceScatter(Group("reductions", ranks, 0), "avg"),)),
         due=changes.pop("due", ()),
     )
+    if scaling := changes.pop("scaling", ""):
+        sizes, ndims = tuple(changes["sizes"]), tuple(changes["ndims"])
+        quantize_, decode = (
+            Quantize(scaling, quantize.DEQUANTIZED, 1, quantize.scale_count(sizes, scaling)),
+            Dequantize(sizes, ndims, (0,), torch.float32, scaling),
+        )
+        lane = replace(lane, step=(quantize_,), use=(*lane.use, decode))
+        changes |= {"has_resident": True, "resident_bytes": lane.spec("use").bytes}
     if (rest := changes.pop("rest", None)) is not None:
         lane = rest.around(lane, "cuda")
         changes |= {"has_resident": bool(lane.step), "resident_bytes": lane.spec("use").bytes if lane.step else 0}

@@ -126,9 +126,7 @@ def beside_shard(bucket: Bucket) -> list[Tensor]:
     if bucket.has_token:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
-    if bucket.exchange.takes_quantized:
-        tensors.append(bucket.source())
-    if bucket.exchange.is_quantized:
+    if bucket.exchange.takes_scales:
         assert bucket.scales is not None
         tensors.append(bucket.scales)
     return tensors
@@ -139,6 +137,5 @@ def like_served(bucket: Bucket) -> tuple[Tensor, ...]:
     plan, device = bucket.plan, bucket.device
     anchor = torch.empty((), dtype=plan.comm_dtype, device=device).expand(plan.layout.numel)
     full = torch.empty(plan.layout.numel, dtype=plan.held_dtype, device=device)
-    count = bucket.scale_count if plan.stays_quantized else None
-    scales = [torch.empty(count, dtype=torch.float32, device=device)] if count is not None else []
+    scales = [torch.empty_like(bucket.scales)] if plan.stays_quantized and bucket.scales is not None else []
     return anchor.detach().requires_grad_(plan.requires_grad), full, *scales

@@ -26,7 +26,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         exchange=plan.exchange(topology),
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
-        has_resident=bool(lane.step or residents),
+        has_resident=bool(lane.step),
         main_dtype=plan.main_dtype,
         resident_bytes=lane.spec("use").bytes if lane.step and plan.travels_plainly else resident_bytes,
         resident_rings=tuple((group.size, group.stride) for group in residents),
@@ -46,7 +46,6 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     """
     exchange = plan.exchange(topology)
     alone = exchange._replace(
-        scaling=exchange.scaling if exchange.stays_quantized else "",
         lane_key=exchange.lane.packing.key,
     )
     return BucketInfo(

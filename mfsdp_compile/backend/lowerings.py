@@ -10,9 +10,6 @@ Operators of local stages bring their own lowerings (:data:`~mfsdp_compile.runti
 ``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the
 matrix.
 
-``mfsdp::wait_quantized`` is Inductor's own wait, and the operator behind it, which finds nothing left to wait for.
-Inductor keeps its waits in order, and does not know the operator as one.
-
 ``mfsdp::pack_gradients`` computes gradients in place in the bucket. Without a lowering, Inductor would run the operator
 as it is: compute every gradient into its own memory, then copy it into the bucket. With this lowering, the bucket is
 one buffer (Inductor's :class:`ConcatKernel`), and each gradient is realized into its slice of it: a matmul gets the
@@ -51,8 +48,6 @@ def register_lowerings() -> None:
         compat.register_lowering(operator, lowering)
     deliver = torch.ops.mfsdp.deliver.default
     compat.register_lowering(deliver, functools.partial(compat.inductor_writing, deliver))
-    dequantizes = torch.ops.mfsdp.wait_quantized.default
-    compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 
 
 def _pack_gradients(

@@ -85,7 +85,7 @@ def _with_buffers(infos: list[BucketInfo], policy: BufferPolicy) -> list[BucketI
     if not policy.double:
         return infos
     sizes = [
-        SizesOf(i.layout.numel, i.exchange.sent_numel, i.exchange.sent_dtype, i.exchange.comm_dtype, i.trainable)
+        SizesOf(i.layout.numel, i.exchange.sent.numel, i.exchange.sent.dtype, i.exchange.comm_dtype, i.trainable)
         for i in infos
     ]
     return [

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.groups import stride_of
 from mfsdp_compile.runtime.lanes.plain import Cast, Scale
 from mfsdp_compile.runtime.lanes.stage import Spec, Stage
@@ -114,49 +113,29 @@ class CostModel:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def gather(self, info: BucketInfo, portions: bool = False) -> float:
-        """Return the seconds to gather a bucket from shards or from portions; 0.0 if nothing is sent."""
-        if info.exchange.gather_size == 1 and not info.exchange.gather_group:
-            return 0.0
-        ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
-        payload = info.gathered_bytes if portions else info.sent_bytes
-        return collective_seconds("all_gather", payload, ring, self.hardware)
+    def gather(self, info: BucketInfo) -> float:
+        """Return the seconds to gather a bucket from shards; 0.0 if nothing is sent."""
+        lane = info.exchange.lane
+        return self.flying(lane.use[lane.gather], lane.spec("use", lane.gather)) if lane.gather is not None else 0.0
 
-    def quantize(self, info: BucketInfo) -> float:
-        """Return the seconds to quantize the shard, once per optimizer step; 0.0 if it is gathered as it is."""
-        if not info.exchange.is_quantized:
-            return 0.0
-        moved = info.layout.shard_numel * 2 * info.main_dtype.itemsize + info.quantized_bytes
-        # For each parameter, or with mxfp8 for the shard: absolute values, maxima, scaling, cast.
-        kernels = 4 * (1 if info.exchange.scaling == quantize.MX else len(info.layout.slots))
-        if info.exchange.scaling == quantize.NVFP4:
-            # For each parameter maxima of matrices, and two kernels with their scales. For the shard absolute values,
-            # maxima of blocks, scaling, seven comparisons of floats and sums of bytes, bytes for signs and pairs.
-            moved += info.layout.shard_numel * (4 * info.main_dtype.itemsize + 7 * (4 + 4) + 10)
-            kernels += 30
-        return self.moved(moved) + (kernels - 1) * self.hardware.kernel_seconds
+    def portions(self, info: BucketInfo) -> float:
+        """Return the seconds to gather a bucket from portions."""
+        ring = Ring(info.portion_size, info.gather_stride)
+        return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
+
+    def joint(self, info: BucketInfo) -> float:
+        """Return the seconds of the stage that is run for all buckets together, once per optimizer step; 0.0 if there
+        is none."""
+        return self.local(info, [("step", 0)]) if info.exchange.lane.is_joint else 0.0
 
     def reduce_scales(self, buckets: Sequence[BucketInfo]) -> float:
         """Return the seconds of the collective for the scales of all buckets, once per optimizer step."""
-        quantized = [info for info in buckets if info.exchange.is_quantized]
-        if not quantized:
-            return 0.0
-        ring = Ring(quantized[0].exchange.gather_size, quantized[0].gather_stride)
-        payload = torch.float32.itemsize * sum(info.exchange.scale_count for info in quantized)
+        joint = [info for info in buckets if info.exchange.lane.is_joint]
+        payload = sum(lane.step[0].cost(lane.shard).jointly for lane in (info.exchange.lane for info in joint))
         if not payload:  # they are gathered with the data
             return 0.0
+        ring = Ring(joint[0].exchange.gather_size, joint[0].gather_stride)
         return collective_seconds("all_reduce", payload, ring, self.hardware)
-
-    def dequantize(self, info: BucketInfo) -> float:
-        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not, or not quantized."""
-        if not info.exchange.dequantizes:
-            return 0.0
-        # A cast of the bucket, and a product per parameter, or of the bucket.
-        products = 1 if info.exchange.scaling == quantize.MX else len(info.layout.slots)
-        moved = info.sent_bytes + 3 * info.gathered_bytes
-        if info.exchange.scaling == quantize.NVFP4:  # a table of what bytes hold, and an index in int32 for each byte
-            moved, products = moved + info.layout.numel * 4, products + 15
-        return self.moved(moved) + products * self.hardware.kernel_seconds
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""
@@ -189,7 +168,7 @@ class CostModel:
     def cast(self, info: BucketInfo) -> float:
         """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if nothing is cast."""
         shard = info.layout.shard_numel
-        if info.main_dtype == info.exchange.dtype or info.exchange.is_quantized:
+        if info.main_dtype == info.exchange.dtype or info.exchange.lane.is_joint:
             return 0.0
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 

@@ -504,15 +504,15 @@ def _wants_channels_last(value: Tensor) -> bool:
 def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = False) -> Collective:
     """Return the gather of a bucket, from shards or from portions."""
     if portions:
-        return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
+        return Collective("gather", bucket, 0, 0.0, costs.portions(info), info.portion_group)
     # A resident already has the dtype that is sent.
     before = 0.0 if info.has_resident else costs.cast(info)
-    after, seconds, lane = costs.dequantize(info), costs.gather(info), info.exchange.lane
-    if (at := lane.gather) is not None and info.exchange.gathers_by_stages:
+    after, lane = 0.0, info.exchange.lane
+    if lane.gather is not None:
         places = lane.places("use")
-        before += costs.local(info, places[:at])
-        seconds = costs.flying(lane.use[at], lane.spec("use", at))
-        after += costs.local(info, places[at + 1 :])
+        before += costs.local(info, places[: lane.gather])
+        after += costs.local(info, places[lane.gather + 1 :])
+    seconds = costs.gather(info)
     return Collective("gather", bucket, 0, before, seconds, info.exchange.gather_group, after)
 
 

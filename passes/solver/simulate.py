@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from mfsdp_compile.runtime.lanes.plain import AllGather
+
 from ..context import BucketInfo, Context
 from .costs import CostModel, Ring, collective_seconds
 from .flow import Category, Collective, Flow, SavedCopy
@@ -166,10 +168,11 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
     shards = residents = state = 0
     for info in buckets:
         shard = info.layout.shard_numel
-        is_part = info.resident_bytes and info.main_dtype == info.exchange.held_dtype and not info.releases_resident
+        step = info.exchange.lane.step
+        is_part = step and all(isinstance(stage, AllGather) for stage in step) and not info.releases_resident
         if not is_part:  # a shard that is part of the resident needs no memory of its own
             shards += info.device_shard_bytes
-        shards += info.quantized_bytes
+        shards += info.made_bytes
         residents += info.resident_bytes
         if not info.rests_in_host_memory:
             state += shard * optimizer.state_bytes * info.trainable
@@ -427,9 +430,9 @@ class _Clock:
         return end, self.computed, exposure
 
     def quantize_shards(self) -> None:
-        """Quantize the shards of buckets that are gathered in float8: their scales must be known first."""
+        """Run joint stages, such as the quantization of shards: their scales must be known first."""
         for info in self.context.buckets:
-            self.work(Stage.FORWARD, info.unit, self.costs.quantize(info))
+            self.work(Stage.FORWARD, info.unit, self.costs.joint(info))
         self.idle_until(Stage.FORWARD, "", self.now + self.costs.reduce_scales(self.context.buckets))
 
     def gather_residents(self) -> None:
@@ -532,9 +535,11 @@ class _Clock:
         trained = [number for number, info in enumerate(self.context.buckets) if info.trainable]
         self.step_over([number for number in trained if number not in self.stepped], Stage.OPTIMIZER)
         for info in (self.context.buckets[number] for number in trained):
-            # What stays on the device is made before the next forward begins.
-            seconds = self.costs.local(info, info.exchange.lane.places("step"))
-            self.idle_until(Stage.OPTIMIZER, "optimizer", self.now + seconds)
+            # What is copied to the device, and stays there, is there before the next forward begins.
+            lane = info.exchange.lane
+            copied = sum(stage.cost(lane.spec("step", index)).copied for index, stage in enumerate(lane.step))
+            if copied:
+                self.idle_until(Stage.OPTIMIZER, "optimizer", self.now + self.costs.host_copy(copied))
 
     def step_over(self, numbers: Sequence[int], stage: Stage) -> None:
         """Step over buckets: on the device, and on the CPU over those in host memory."""

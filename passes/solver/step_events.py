@@ -95,7 +95,7 @@ class StepOutlines:
             info = buckets[number]
             # If a cast or a copy of the shard is sent, it is allocated here. A portion exists since the forward.
             is_made = gather.before
-            sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if is_made else 0
+            sent = info.layout.shard_numel * info.exchange.sent.dtype.itemsize if is_made else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             if portions:
                 sent = info.portion_bytes

@@ -442,7 +442,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     role = role_of(source) if source is not None else None
     return (
         role.bucket
-        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PACK, NodeKind.START_REDUCE)
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.PACK, NodeKind.START_REDUCE)
         else None
     )
 

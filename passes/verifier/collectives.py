@@ -26,7 +26,7 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
     for launch in found.gather_launches:
         info, given = found.info(launch.bucket), arguments(launch.node)
         right = (info.portion_size, info.portion_group) if is_of_portions(found, contract, launch) else None
-        if right is None and info.exchange.gathers_by_stages:
+        if right is None and info.exchange.lane.gather is not None:
             yield from _flight(launch, info.exchange.lane)
             if launch.node.target is roles.START_STAGE:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ def right_stages(found: Analysis, contract: Contract | None) -> Findings:
     """Local stages are those of the bucket's lane, in its order, such as encoders, and copies from and to host memory.
 
     Casts and scales, which are operators of torch, stand between the right neighbors; other rules say which they are.
-    Portions and quantized shards pass none. Copies of saved values are awaited once; see :mod:`.host_memory`.
+    Portions pass none. Copies of saved values are awaited once; see :mod:`.host_memory`.
     """
     if found.context.policy.activation_offload:
         from .host_memory import copied_once
@@ -30,9 +31,9 @@ def right_stages(found: Analysis, contract: Contract | None) -> Findings:
         yield from copied_once(found)
     for launch in found.gather_launches:
         lane, front = found.info(launch.bucket).exchange.lane, launch.node.all_input_nodes[:1]
-        by_stages = found.info(launch.bucket).exchange.gathers_by_stages
-        by_stages = by_stages and not is_of_portions(found, contract, launch)
-        places, at = (lane.places("use"), lane.gather) if by_stages else ([], None)
+        places, at = lane.places("use"), lane.gather
+        if is_of_portions(found, contract, launch):
+            places, at = [], None
         yield from _of_gather(front, launch, lane, places[:at])
         if at is not None:
             wholes = [whole.node for whole in found.wholes if whole.launch is launch]
@@ -50,7 +51,7 @@ def _of_gather(ends: Sequence[fx.Node], launch: CollectiveNode, lane: Lane, plac
         while node.op == "call_function" and node.target not in roles.WAITS and node.all_input_nodes:
             passed.insert(0, node)
             node = node.all_input_nodes[0]
-        if (problem := _difference(lane, places, passed)) is not None:
+        if (problem := _difference(lane, places, passed, (*_INLINED, _aten.clone.default))) is not None:
             side = "in front of" if launch.node in ends[0].users else "behind"
             yield f"{side} its gather, {problem}", launch.node, launch.bucket
 
@@ -64,14 +65,18 @@ def _of_reduction(reduction: ReductionFlow, lane: Lane) -> Findings:
                 places += lane.reduction[number].ungated
             else:
                 places += [*lane.unreduced, *lane.places("rest")]
-            if (problem := _difference(lane, places, passed)) is not None:
+            if (problem := _difference(lane, places, passed, _INLINED)) is not None:
                 node = next((node for node in passed if roles.is_local_stage(node)), reduction.last)
                 where = f"behind collective {number}" if number else "in front of the first collective"
                 yield f"{where}, {problem}", node, reduction.bucket
 
 
-def _difference(lane: Lane, places: Sequence[Place], nodes: Sequence[fx.Node]) -> str | None:
-    """Say how nodes differ from local stages of a lane; None: they do not."""
+def _difference(lane: Lane, places: Sequence[Place], nodes: Sequence[fx.Node], computing: Sequence[Any]) -> str | None:
+    """Say how nodes differ from local stages of a lane; None: they do not.
+
+    Args:
+        computing: Operators that are found only where the lane has inlined stages.
+    """
     right, inlined = list[Call](), [False]
     for part, index in places:
         if lane[part][index].inlined:
@@ -85,14 +90,14 @@ def _difference(lane: Lane, places: Sequence[Place], nodes: Sequence[fx.Node]) -
     for node in nodes:
         if roles.is_local_stage(node):
             passed += 1
-        elif (node.target in _INLINED or (passed and node.target is _aten.clone.default)) and not inlined[passed]:
+        elif (node.target in computing or (passed and node.target is _aten.clone.default)) and not inlined[passed]:
             return f"{node} computes where its lane does not"
     return None
 
 
 def _run(node: fx.Node) -> Call:
     """Return the operator with which a node runs a local stage, and its arguments."""
-    return node.target, tuple(node.args[2 if node.target is roles.RUN_STAGE else 1 :])
+    return node.target, tuple(node.args[2 if node.target is roles.RUN_STAGE or roles.takes_scales(node) else 1 :])
 
 
 def _texts(calls: Sequence[Call]) -> str:

@@ -11,38 +11,32 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import NodeKind, role_of
-from .analysis import Analysis, Findings, tensor_of, whole_operands
+from .analysis import Analysis, Findings, landing, tensor_of, whole_operands
 from .contract import Contract, GraphOutput, calls_of, is_of_portions, reads_of, scales_of
 
-_SOURCES = (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PORTION)
+_SOURCES = (NodeKind.SHARD, NodeKind.PORTION)
 
 
 def shards_match(found: Analysis, contract: Contract | None) -> Findings:
     """The optimizer's shards match the graph: a shard and its gradient have the same position, elements and dtype.
 
-    A bucket is gathered in the compute dtype from its own shard, or from its own portion if one was kept; or in float8
-    from its own quantized shard, and dequantized with its own scales unless modules take the bytes. They take the
-    bucket's own scales then, those of the parameters that they read. Parameters are read at their offsets in the
-    bucket. Gradients are packed in the dtype of their reduction. Every output keeps its position, shape and dtype.
+    A bucket is gathered from its own shard, or what stays of it, in the size and dtype of its lane; or from its own
+    portion if one was kept. It is dequantized with its own scales. If modules take the bytes, they take the bucket's
+    own scales, those of the parameters that they read. Parameters are read at their offsets in the bucket. Gradients
+    are packed in the dtype of their reduction. Every output keeps its position, shape and dtype.
     """
     for launch in found.gather_launches:
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(launch.source).root), is_of_portions(found, contract, launch)
-        quantized = info.exchange.is_quantized and not of_portions
         lane = info.exchange.lane
         numel, dtype = info.layout.numel, info.exchange.held_dtype
-        if quantized:
-            numel, dtype = info.exchange.sent_numel, info.exchange.sent_dtype
-        elif lane.gather is not None and not of_portions:
+        if lane.gather is not None and not of_portions:
             numel, dtype, _ = lane.flight_spec("use", lane.gather)
         if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket
         elif role is not None and (role.kind is NodeKind.PORTION) != of_portions:
             yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
-        elif quantized != (role is not None and role.kind is NodeKind.QUANTIZED):
-            source = f"its {role.kind.value}" if role is not None else str(launch.source)
-            yield f"it is gathered from {source}", launch.node, launch.bucket
         casts = {info.exchange.dtype, *(stage.dtype for stage in lane.use if isinstance(stage, Cast))}
         for cast in launch.casts:
             if (cast_to := tensor_of(cast)) is not None and cast_to.dtype not in casts:
@@ -50,8 +44,6 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         if value is not None and (value.dtype, value.numel()) != (dtype, numel):
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {numel} of {dtype}"
             yield what, launch.node, launch.bucket
-        for wait in launch.waits:
-            yield from _dequantized(found, wait, launch.bucket, quantized and info.exchange.dequantizes)
     for portion in found.portions:
         if portion.whole is None or portion.whole.bucket != portion.bucket:
             other = repr(found.info(portion.whole.bucket).name) if portion.whole is not None else "no gathered bucket"
@@ -60,6 +52,13 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
         saved = {portion.bucket for portion in found.portions if portion.node in found.outputs}
         for bucket in contract.portions - saved:
             yield "its portion is not saved for backward", found.graph.output_node(), bucket
+    for whole in found.wholes:
+        for node in filter(roles.takes_scales, landing(whole)):
+            role = role_of(node.args[1])  # type: ignore[arg-type]
+            if role is None or role.kind is not NodeKind.SCALES:
+                yield f"{node} decodes it with {node.args[1]}, which are no scales", node, whole.bucket
+            elif role.bucket != whole.bucket:
+                yield f"{node} decodes it with the scales of {found.info(role.bucket).name!r}", node, whole.bucket
     yield from _scales(found, contract)
     all_reads = reads_of(found) if contract is not None else {}
     for whole in found.wholes:
@@ -97,23 +96,6 @@ def shards_match(found: Analysis, contract: Contract | None) -> Findings:
             if (was := contract.calls.get(call.name)) is not None and was != calls[call.name]:
                 yield f"{call} runs {calls[call.name]} instead of {was}", call, *call.meta["custom"][roles.REGION][:1]
         yield from _outputs(found, contract)
-
-
-def _dequantized(found: Analysis, wait: fx.Node, bucket: int, quantized: bool) -> Findings:
-    """Check that a wait dequantizes what is quantized, with the bucket's own scales and layout."""
-    if (wait.target is roles.WAIT_QUANTIZED) != quantized:
-        yield f"{wait} {'does not dequantize it' if quantized else 'dequantizes it'}", wait, bucket
-    if wait.target is not roles.WAIT_QUANTIZED or not quantized:
-        return
-    scales, *given = wait.args[1:]
-    role, expected = role_of(scales), found.info(bucket).exchange.quantization  # type: ignore[arg-type]
-    if role is None or role.kind is not NodeKind.SCALES:
-        yield f"{wait} dequantizes it with {scales}, which are no scales", wait, bucket
-    elif role.bucket != bucket:
-        yield f"{wait} dequantizes it with the scales of {found.info(role.bucket).name!r}", wait, bucket
-    for name, got, right in zip(("sizes", "ndims", "offsets", "dtype", "scaling"), given, expected, strict=True):
-        if got != right:
-            yield f"{wait} dequantizes it with {name} {got}, not {right}", wait, bucket
 
 
 def _scales(found: Analysis, contract: Contract | None) -> Findings:

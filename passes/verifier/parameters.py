@@ -121,10 +121,10 @@ def memory_apart(found: Analysis, _: Contract | None) -> Findings:
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
     for whole in found.wholes:
-        # What was gathered in float8 is in memory of its own.
-        if whole.launch is not None and whole.node.target is roles.WAIT_QUANTIZED:
-            flight = found.order[whole.launch.node], found.order[whole.node]
-            places.append((found.memory(whole.launch.node), *flight, whole))
+        # What a bucket is made from is in memory of its own.
+        received = found.memory(whole.launch.node) if whole.launch is not None else None
+        if whole.launch is not None and received is not None and received.root is not found.memory(whole.node).root:
+            places.append((received, found.order[whole.launch.node], found.order[whole.node], whole))
     by_root: dict[fx.Node, list[Any]] = {}
     for place in places:
         by_root.setdefault(place[0].root, []).append(place)
@@ -137,7 +137,7 @@ def memory_apart(found: Analysis, _: Contract | None) -> Findings:
     for launch in found.gather_launches:
         out = arguments(launch.node).get("out")
         role = role_of(found.memory(out).root) if out is not None else None
-        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.SCALES):
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.SCALES):
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
         if launch.node.target is roles.GATHER_INTO_BUFFER:
             capacity, right = launch.node.args[1], found.info(launch.bucket).exchange.gather_buffers.capacity
@@ -169,11 +169,20 @@ def not_saved(found: Analysis, contract: Contract | None) -> Findings:
     policy, buckets = found.context.policy, found.context.buckets
     may_keep = policy.keep_last or policy.reshard_after_forward is not True or any(info.stays for info in buckets)
     started = {launch.node: launch for launch in found.launches if launch.gathers}
+    gathered = [whole for whole in found.wholes if whole.launch is not None]
+    landed = {
+        node: whole.bucket
+        for whole in gathered
+        for node in (*whole.launch.waits, *landing(whole))  # type: ignore[union-attr]
+        if node is not whole.node
+    }
     for position, value in enumerate(found.outputs):
         whole = found.whole_of.get(value)
         saved = found.phase is Phase.FORWARD and position >= own
         if (launch := started.get(value)) is not None:
             yield f"output {position} is its unawaited gather", value, launch.bucket
+        if (bucket := landed.get(value)) is not None:
+            yield f"{value}, from which it is made, is {'saved for backward' if saved else 'returned'}", value, bucket
         portion = found.portion_of.get(value)
         if portion is not None and not (saved and contract is not None and portion.bucket in contract.portions):
             yield f"its portion {value} is {'saved for backward' if saved else 'returned'}", value, portion.bucket

@@ -62,11 +62,7 @@ class Baked:
             yield "parameters of bucket", name, bucket.flat.data_ptr()
             if bucket.resident is not None:
                 yield "gathered parameters of bucket", name, bucket.resident.data_ptr()
-            if bucket.quantized is not None and bucket.scales is not None:
-                yield "quantized parameters of bucket", name, bucket.quantized.data_ptr()
-                yield "scales of bucket", name, bucket.scales.data_ptr()
-            if bucket.quantized_columns is not None:
-                yield "columns of quantized parameters of bucket", name, bucket.quantized_columns.data_ptr()
+            yield from (("what is sent of bucket", name, made.data_ptr()) for made in bucket.of_maker())
             if not gradients:
                 continue
             if bucket.pending is not None and bucket.pending.total is not None:
@@ -174,11 +170,7 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
         yield bucket.flat
         if bucket.resident is not None:
             yield bucket.resident
-        if bucket.quantized is not None and bucket.scales is not None:
-            yield bucket.quantized
-            yield bucket.scales
-        if bucket.quantized_columns is not None:
-            yield bucket.quantized_columns
+        yield from bucket.of_maker()
         if bucket.pending is not None:
             yield bucket.pending.token
         yield from bucket.kept_memory()

@@ -33,7 +33,7 @@ class _BucketState:
         kept: Whether the last gradient was deferred.
         provisional, used_now, clean: See :class:`.Bucket`.
         stale: Whether the resident must be gathered before it is used.
-        quantized_stale: Whether the shard must be quantized before it is gathered.
+        made_stale: Whether the shard must be quantized before it is gathered.
         shows_total: Whether gradients still show the sum in another dtype, which more is added to. Otherwise something
             has written to them, and the sum is what they show.
     """
@@ -45,7 +45,7 @@ class _BucketState:
     used_now: frozenset[int]
     clean: frozenset[int]
     stale: bool
-    quantized_stale: bool
+    made_stale: bool
     shows_total: bool
 
     @staticmethod
@@ -59,7 +59,7 @@ class _BucketState:
             frozenset(bucket.used_now),
             frozenset(bucket.clean),
             bucket.is_stale,
-            bucket.is_quantized_stale,
+            bucket.is_made_stale,
             gradients.shows_total(bucket),
         )
 
@@ -73,7 +73,7 @@ class _BucketState:
             self.used_now,
             self.clean,
             self.stale,
-            self.quantized_stale,
+            self.made_stale,
             self.shows_total,
         )
 
@@ -92,7 +92,7 @@ class _BucketState:
             set(self.clean),
         )
         bucket.mark_resident(self.stale)
-        bucket.mark_quantized(self.quantized_stale)
+        bucket.mark_made(self.made_stale)
 
 
 def _kind(gradient: Tensor) -> Hashable:

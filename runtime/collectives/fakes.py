@@ -7,23 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..formats import quantize
 from ..lanes.lane import lane_at
 from ..lanes.stage import Spec
 from .library import library
-
-
-@torch.library.register_fake("mfsdp::wait_quantized", lib=library)
-def _wait_quantized(
-    gathered: Tensor,
-    scales: Tensor,
-    sizes: Sequence[int],
-    ndims: Sequence[int],
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-    scaling: str,
-) -> Tensor:
-    return gathered.new_empty(quantize.numel_of_sent(gathered.numel(), scaling), dtype=dtype)
 
 
 @torch.library.register_fake("mfsdp::portion", lib=library)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from ..formats import quantize
-from ..geometry.exchange import Buffers, split_sizes
+from ..geometry.exchange import Buffers
 from ..lanes import running
 from ..lanes.lane import lane_at
 from ..memory.comm_buffers import take
@@ -21,22 +20,6 @@ from ..step import graph_runs
 from .fakes import like
 from .library import library
 from .stages import start_flight, state_of
-
-
-@torch.library.impl(library, "wait_quantized", "CompositeExplicitAutograd")
-def wait_quantized(
-    gathered: Tensor,
-    scales: Tensor,
-    sizes: Sequence[int],
-    ndims: Sequence[int],
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-    scaling: str,
-) -> Tensor:
-    """The operator's kernel, which the eager path calls without torch's dispatcher."""
-    shapes = split_sizes(sizes, ndims)
-    places = zip(offsets, shapes, strict=True)
-    return quantize.dequantize_bucket(compat.wait_tensor(gathered), scales, places, dtype, scaling)
 
 
 @torch.library.impl(library, "portion", "CompositeExplicitAutograd")

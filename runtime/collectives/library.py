@@ -7,18 +7,14 @@
 ``unshard_quantized(shell, layout, scaling)``
     The same for a parameter that modules get as it was gathered in float8 (:mod:`.forms`): stands for its anchor, its
     data and its scale.
-``gather(shard, resident, token, sent, scales, ...)``
+``gather(shard, resident, token, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
-    collectives; see :class:`~mfsdp_compile.runtime.geometry.exchange.Exchange`. A bucket that is gathered in float8 is
-    traced as all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is,
-    there is a plain wait, and two results for each parameter: all anchors, and then all data.
+    collectives; see :mod:`mfsdp_compile.runtime.lanes.strategies`. If modules get a bucket as it is gathered in float8,
+    there are two results for each parameter: all anchors, and then all data.
 ``split_scales(scales, ...)``
     The scales of each parameter of a bucket, as views. Composite.
-``wait_quantized(gathered, scales, ...)``
-    Waits for a bucket that is gathered in float8, and dequantizes it. One operator for both, so that the gathered bytes
-    are no value of the graph that anything else could read or save.
-``gather_whole(shard, resident, token, sent, scales, ...)``
+``gather_whole(shard, resident, token, scales, ...)``
     A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
     begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs
@@ -74,20 +70,16 @@ library.define("unshard(Tensor shell, str layout) -> Tensor")
 library.define("unshard_quantized(Tensor shell, str layout, str scaling) -> (Tensor, Tensor, Tensor)")
 library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scaling) -> Tensor[]")
 library.define(
-    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
+    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
     "str form) -> Tensor[]"
 )
 library.define(
-    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
+    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, str lane, "
     "int[] buffers, str scaling, "
     "str form) -> (Tensor, Tensor)"
-)
-library.define(
-    "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
-    "str scaling) -> Tensor"
 )
 library.define("portion(Tensor whole, int size, str group) -> Tensor")
 library.define(

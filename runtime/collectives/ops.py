@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import compat
 from ..formats import quantize
 from ..geometry.exchange import Exchange, split_sizes
+from ..lanes.plain import Operands
 from . import fakes as fakes
 from . import kernels as kernels
 from .library import library
@@ -76,7 +77,7 @@ class _GatherFunction(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
         of_parameters = gradients[: len(exchange.ndims)]  # data have none
-        return _reduced(pack(of_parameters, exchange, exchange.lane), exchange, token), *(None,) * 5
+        return _reduced(pack(of_parameters, exchange, exchange.lane), exchange, token), *(None,) * 4
 
 
 class _GatherWholeFunction(torch.autograd.Function):
@@ -97,9 +98,9 @@ class _GatherWholeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: None, packed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if packed is None:
-            return (None,) * 6
+            return (None,) * 5
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return _reduced(packed, ctx.exchange, token), *(None,) * 5
+        return _reduced(packed, ctx.exchange, token), *(None,) * 4
 
 
 def anchor_like(whole: Tensor, exchange: Exchange) -> Tensor:
@@ -113,24 +114,18 @@ def _whole(
     shard: Tensor,
     token: Tensor | None,
     resident: Tensor | None,
-    sent: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    if sent is not None and exchange.takes_quantized:
-        gathered = compat.all_gather(sent, exchange.gather_size, exchange.gather_group)
-        if exchange.stays_quantized:
-            return compat.wait_tensor(gathered)
-        return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
     if resident is None:
         full = shard
     else:  # the runtime gathers a resident; the first graph that uses it waits for it
         full = resident if exchange.lane.has_local_copy else compat.wait_tensor(resident)
-    return exchange.lane.travel("use", full, token)
+    return exchange.lane.travel("use", full, Operands(token, scales))
 
 
 def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None) -> Tensor:
     """Reduce a packed gradient. Return the gradient of the shard."""
-    return exchange.lane.reduced(packed, token)
+    return exchange.lane.reduced(packed, Operands(token))
 
 
 @torch.library.impl(library, "gather", "CompositeImplicitAutograd")
@@ -138,11 +133,10 @@ def _gather(
     shard: Tensor,
     resident: Tensor | None,
     token: Tensor | None,
-    sent: Tensor | None,
     scales: Tensor | None,
     *arguments: Any,
 ) -> list[Tensor]:
-    return list(_GatherFunction.apply(shard, token, Exchange(*arguments), resident, sent, scales))
+    return list(_GatherFunction.apply(shard, token, Exchange(*arguments), resident, scales))
 
 
 @torch.library.impl(library, "gather_whole", "CompositeImplicitAutograd")
@@ -150,11 +144,10 @@ def _gather_whole(
     shard: Tensor,
     resident: Tensor | None,
     token: Tensor | None,
-    sent: Tensor | None,
     scales: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, sent, scales)
+    return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, scales)
 
 
 @torch.library.impl(library, "split_scales", "CompositeImplicitAutograd")

@@ -31,7 +31,6 @@ __all__ = [
     "inductor_part",
     "inductor_quantize",
     "inductor_wait",
-    "inductor_wait_then",
     "inductor_writing",
     "is_generated",
     "is_graph",
@@ -417,11 +416,6 @@ def inductor_called(operator: Any, *args: Any) -> Any:
     from torch._inductor import ir
 
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, *args))
-
-
-def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
-    """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
-    return inductor_called(operator, inductor_wait(collective), *args)
 
 
 def inductor_inlined(run: Callable[..., torch.Tensor], *args: Any) -> Any:

@@ -43,7 +43,7 @@ only once."""
 
 
 class Planes(enum.Flag):
-    """Planes of a bucket that is gathered plane by plane; see :mod:`..memory.planes`. Other buckets have rows."""
+    """Planes of a bucket that is gathered plane by plane; see :mod:`..guests.quantized.planes`. Others have rows."""
 
     ROWS = enum.auto()
     COLUMNS = enum.auto()
@@ -220,14 +220,12 @@ class Gathering:
             if state is not None and state.version != bucket.flat._version:
                 self.release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self.gathered:
-                in_backward = (
-                    bucket.quantized_columns is not None and bucket.sends_planes and compat.backward_id() != -1
-                )
+                in_backward = bucket.made_columns is not None and bucket.sends_planes and compat.backward_id() != -1
                 self.start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
 
     def start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
         group = bucket.topology.gather_group
-        if bucket.is_stale or (bucket.quantized is not None and bucket.is_quantized_stale):
+        if bucket.lane.step and bucket.is_stale:
             self.step.owner.refresh()
         started, land, is_from_portions = None, None, False
         in_backward = compat.backward_id() != -1
@@ -241,7 +239,7 @@ class Gathering:
         sent = _prepare(self.step, bucket, bucket.extension) if bucket.extension is not None else None
         if group is not None and started is None:
             started = self._start_gather(bucket, group, plane, sent)
-            land = bucket.lane.land_gather if bucket.exchange.gathers_by_stages and sent is None else None
+            land = bucket.lane.land_gather if bucket.lane.gather is not None and sent is None else None
         self.gathered[bucket] = Gathered(
             unit, started, bucket.flat._version, land, planes=plane, sent=sent, is_from_portions=is_from_portions
         )
@@ -253,21 +251,15 @@ class Gathering:
                 return compat.all_gather(sent.packed, group.size, group.name)
         (capacity, count) = bucket.exchange.gather_buffers
         with compat.below_autograd():
-            if plane is Planes.COLUMNS:
-                assert bucket.quantized_columns is not None
-                shard = bucket.quantized_columns
-            elif capacity:
-                shard = bucket.sent()
-            else:
-                shard = bucket.source()
+            shard = bucket.made_columns if plane is Planes.COLUMNS else None
             if capacity:
                 enter_pool(self.step.owner.comm_buffers)
-                return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
-            if bucket.exchange.gathers_by_stages:
-                return bucket.lane.start_gather(shard, bucket.token)
-            if bucket.exchange.gather_group:
-                return compat.all_gather(shard, group.size, group.name)
-            alone = bucket.lane.travel("use", shard, bucket.token)  # one rank
+                shard = bucket.sent() if shard is None else shard
+                return gather_into_buffer(shard, capacity, count, bucket.exchange.sent.dtype, group.size, group.name)
+            shard = bucket.source() if shard is None else shard
+            if bucket.lane.gather is not None:
+                return bucket.lane.start_gather(shard, bucket.operands)
+            alone = bucket.lane.travel("use", shard, bucket.operands)  # one rank
             return alone.clone() if alone is shard else alone
 
     def gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> Gathered:
@@ -277,7 +269,7 @@ class Gathering:
             state is not None
             and state.full is not None
             and state.version == bucket.flat._version
-            and (bucket.quantized_columns is None or planes in state.planes or not bucket.sends_planes)
+            and (planes in state.planes or not bucket.sends_planes)
         ):
             if state.is_kept and compat.backward_id() != -1:
                 state.is_kept = False
@@ -298,25 +290,22 @@ class Gathering:
         if state is None or state.version != bucket.flat._version:
             self.start(unit)
             state = self.gathered[bucket]
-        sends_planes = bucket.quantized_columns is not None and bucket.sends_planes
+        sends_planes = bucket.made_columns is not None and bucket.sends_planes
         if sends_planes and planes not in state.planes and (state.full is not None or planes is not Planes.BOTH):
             self.release_bucket(bucket)
             self.start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
             state = self.gathered[bucket]
         if state.started is not None:
-            landing = (state.land, bucket.token) if state.land is not None else ()
+            landing = (state.land, bucket.operands) if state.land is not None else ()
             state.full, state.started = self.step.wait(state.started, *landing), None
             if sends_planes:
                 self._arrange(bucket, state, planes)
-            if bucket.exchange.dequantizes and not state.is_from_portions:
-                with compat.below_autograd():
-                    state.full = bucket.dequantized(state.full)
         elif state.sent is not None:
             state.full = state.sent.packed
         else:
             with compat.below_autograd():
                 source = bucket.source().to(bucket.device, bucket.plan.held_dtype)
-                state.full = bucket.lane.travel("use", source, bucket.token)
+                state.full = bucket.lane.travel("use", source, bucket.operands)
         if bucket.extension is not None:
             assert state.sent is not None
             with torch.no_grad():
@@ -502,7 +491,7 @@ class Gathering:
             return
         if state.started is not None:  # prefetched and not used: every collective must be awaited
             if state.land is not None:
-                state.land(state.started, bucket.token)
+                state.land(state.started, bucket.operands)
             else:
                 compat.wait_tensor(state.started)
         if state.full is None:

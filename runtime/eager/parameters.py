@@ -218,10 +218,11 @@ class Parameters:
         assert full is not None
         view = bucket.whole_view(full, index)
         if (wrapper := bucket.wrappers[index]) is not None:
-            others: tuple[Tensor, ...] = ()
+            maker, others = bucket.maker, tuple[Tensor, ...]()
+            assert maker is not None
             if bucket.plan.has_planes and full.numel() > bucket.plan.held_numel:
-                others = bucket.quantized_view(bucket.plane(full, columns=True), index)
-            return wrapper.wrap(*bucket.quantized_view(full, index), bucket.plan.compute_dtype, *others)
+                others = maker.view(bucket, maker.plane(bucket, full, columns=True), index)
+            return wrapper.wrap(*maker.view(bucket, full, index), bucket.plan.compute_dtype, *others)
         return view.detach() if bucket in self._lent else view
 
     def _given(self, bucket: Bucket, index: int, param: Tensor) -> Tensor:

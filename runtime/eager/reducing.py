@@ -128,7 +128,7 @@ class Reducing:
         self._gathering.release_bucket(bucket)
         lane = bucket.lane
         if lane.reduction:
-            packed = run_places(lane, lane.reduction[0].ungated, packed, bucket.token)
+            packed = run_places(lane, lane.reduction[0].ungated, packed, bucket.operands.token)
         reduced = self._reduce_stages(bucket, 0, packed, "for torch.autograd.grad")
         mine = [int(index in used) for index in range(len(bucket.params))]
         (levels,) = self._step.owner.grad_sync.used_anywhere([bucket], [mine])
@@ -140,7 +140,7 @@ class Reducing:
         group = flight.stage.group if will_run else None
         self._step.announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         with compat.below_autograd():
-            started = flight.start(gradient, bucket.token)
+            started = flight.start(gradient, bucket.operands)
         self.running.append(_RunningReduction(bucket, stage, started, used, self._due(bucket)))
 
     def _due(self, bucket: Bucket) -> int | None:
@@ -168,7 +168,7 @@ class Reducing:
         if flight.may_wait and bucket.gradient_waits:
             result = self._step.wait(reduction.result)
         else:
-            result = self._step.wait(reduction.result, flight.land, bucket.token)
+            result = self._step.wait(reduction.result, flight.land, bucket.operands)
         if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
@@ -200,19 +200,19 @@ class Reducing:
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
             self._step.announce("reduce", bucket, flight.stage.group, more)
             if stage > first:
-                gradient = run_places(lane, flight.ungated, gradient, bucket.token)
-            started = start_flight(lane, flight, gradient, bucket.token)
-            gradient = self._step.wait(started, land_flight, lane, flight, bucket.token)
+                gradient = run_places(lane, flight.ungated, gradient, bucket.operands.token)
+            started = start_flight(lane, flight, gradient, bucket.operands.token)
+            gradient = self._step.wait(started, land_flight, lane, flight, bucket.operands.token)
         return self._finished(bucket, gradient)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's
         hook."""
-        gradient = bucket.lane.finish(reduced, bucket.token) if bucket.lane.unreduced else reduced
+        gradient = bucket.lane.finish(reduced, bucket.operands) if bucket.lane.unreduced else reduced
         if (hook := self._gathering.controls[self._gathering.unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hooks_of_parameters.call(hook, gradient)
-        return bucket.lane.travel("rest", gradient)
+        return bucket.lane.travel("rest", gradient) if bucket.lane.rest else gradient
 
     def finish(self) -> None:
         """Wait for running reductions, and accumulate their results."""
@@ -230,7 +230,7 @@ class Reducing:
             reduction = self.running.pop(0)
             if reduction.stage < len(reduction.bucket.lane.reduction):
                 land = reduction.bucket.lane.reduction[reduction.stage].land
-                self._step.wait(reduction.result, land, reduction.bucket.token)
+                self._step.wait(reduction.result, land, reduction.bucket.operands)
         self.end_backward()
 
     def abandon(self) -> None:

@@ -172,7 +172,7 @@ class SavedTensors:
         """Return what to save for a tensor that wraps data and scales of a plane, of which backward takes the other."""
         for tensor in inside:
             bucket = self._gathering.by_storage.get(compat.storage_address(tensor) or 0)
-            if bucket is None or bucket.quantized_columns is None:
+            if bucket is None or bucket.made_columns is None:
                 continue
             start = tensor.storage_offset() % bucket.plan.held_numel
             index = next(i for i, slot in enumerate(bucket.plan.layout.slots) if slot.offset == start and slot.numel)
@@ -215,7 +215,8 @@ class SavedTensors:
             assert state.made is not None
             full = state.made.leaves[packed.leaf]
         if isinstance(packed, _SavedPlane):
-            return self._unpacked_plane(packed, bucket.plane(full, columns))
+            assert bucket.maker is not None
+            return self._unpacked_plane(packed, bucket.maker.plane(bucket, full, columns))
         if packed.dtype != full.dtype:
             step = max(packed.dtype.itemsize // full.element_size(), 1)
             full = full[: full.numel() // step * step].view(packed.dtype)
@@ -223,7 +224,9 @@ class SavedTensors:
 
     def _unpacked_plane(self, saved: _SavedPlane, plane: Tensor) -> Tensor:
         bucket, index = saved.bucket, saved.index
-        wrapper, inside = bucket.wrappers[index], bucket.quantized_view(plane, index)
+        wrapper, maker = bucket.wrappers[index], bucket.maker
         assert wrapper is not None
+        assert maker is not None
+        inside = maker.view(bucket, plane, index)
         of_rows, of_columns = ((None, None), inside) if saved.columns else (inside, (None, None))
         return wrapper.wrap(*of_rows, bucket.plan.compute_dtype, *of_columns)

@@ -128,13 +128,13 @@ class BucketPlan:
 
     @property
     def travels_plainly(self) -> bool:
-        """Whether it is gathered in its compute dtype, by stages."""
-        return not (self.scaling or self.is_extension)
+        """Whether it is gathered by the stages of its lane, and in one way."""
+        return not (self.is_extension or self.has_planes)
 
     @property
     def uses_shard(self) -> bool:
         """Whether a rank that gathers from itself alone uses the shard's own memory."""
-        return self.travels_plainly and self.rest == ON_DEVICE
+        return self.travels_plainly and not self.scaling and self.rest == ON_DEVICE
 
     def lane(self, topology: Topology) -> Lane:
         """Return the lane of the bucket over the ranks of ``topology``. It exists as long as the plan does."""
@@ -147,14 +147,13 @@ class BucketPlan:
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        gather, slots = topology.gather_group, self.layout.slots
+        slots = self.layout.slots
         return Exchange(
             sizes=[size for slot in slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in slots],
             offsets=[slot.offset for slot in slots],
             lane_key=self.lane(topology).key,
-            # What stays gathered between uses is dequantized, unless modules get bytes.
-            scaling=self.scaling if gather is not None or self.form not in quantize.DEQUANTIZING else "",
+            scaling=self.scaling if self.stays_quantized else "",
             form=self.form,
         ).with_buffers(self.gather_buffers, self.gradient_buffers)
 

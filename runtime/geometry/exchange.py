@@ -11,6 +11,7 @@ import torch
 
 from ..formats import quantize
 from ..lanes.lane import Lane, lane_at
+from ..lanes.stage import Spec
 
 
 class Buffers(NamedTuple):
@@ -60,9 +61,9 @@ class Exchange(_Fields):
         lane_key: Key of its :class:`~..lanes.lane.Lane`.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "":
-            it is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
+        scaling: One of ``quantize.SCALINGS`` if modules get what is gathered in float8; see :mod:`.quantize`. "": they
+            get the compute dtype.
+        form: Form in which modules get it; see :mod:`.forms`.
     """
 
     @property
@@ -97,54 +98,30 @@ class Exchange(_Fields):
         return group.name if group is not None else ""
 
     @functools.cached_property
-    def is_quantized(self) -> bool:
-        """Whether the bucket is gathered in float8."""
+    def stays_quantized(self) -> bool:
+        """Whether modules get the gathered bytes themselves: then the bucket is never dequantized."""
         return bool(self.scaling)
 
     @functools.cached_property
-    def stays_quantized(self) -> bool:
-        """Whether modules get the gathered bytes themselves: then the bucket is never dequantized."""
-        return self.is_quantized and self.form not in quantize.DEQUANTIZING
-
-    @functools.cached_property
-    def dequantizes(self) -> bool:
-        """Whether the bucket is dequantized when its gather is awaited."""
-        return self.is_quantized and self.form in quantize.DEQUANTIZING
-
-    @functools.cached_property
-    def takes_quantized(self) -> bool:
-        """Whether graphs gather the bucket from its quantized shard. Otherwise it is already gathered."""
-        return self.is_quantized and bool(self.gather_group)
-
-    @functools.cached_property
-    def sent_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather's tensors."""
-        return quantize.SENT_DTYPE if self.is_quantized else self.dtype
-
-    @functools.cached_property
-    def sent_numel(self) -> int:
-        """Elements of the all-gather's result."""
-        return quantize.sent_numel(self.numel, self.scaling)
+    def takes_scales(self) -> bool:
+        """Whether graphs take the scales of the bucket."""
+        return self.lane.takes_scales or self.stays_quantized
 
     @functools.cached_property
     def held_dtype(self) -> torch.dtype:
         """Dtype of the gathered bucket in memory."""
         return quantize.SENT_DTYPE if self.stays_quantized else self.dtype
 
-    @property
-    def quantization(self) -> tuple[list[int], list[int], list[int], torch.dtype, str]:
-        """The arguments of ``wait_quantized`` after its tensors."""
-        return self.sizes, self.ndims, self.offsets, self.dtype, self.scaling
+    @functools.cached_property
+    def sent(self) -> Spec:
+        """What the all-gather returns; the bucket, if there is none."""
+        lane = self.lane
+        return lane.flight_spec("use", lane.gather) if lane.gather is not None else Spec(self.numel, self.held_dtype)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the parameters."""
         return split_sizes(self.sizes, self.ndims)
-
-    @property
-    def scale_count(self) -> int:
-        """Number of scales of the bucket's parameters; 0 if it is not quantized."""
-        return sum(quantize.scale_count(shape, self.scaling) for shape in self.shapes) if self.is_quantized else 0
 
     @functools.cached_property
     def gather_buffers(self) -> Buffers:
@@ -166,17 +143,12 @@ class Exchange(_Fields):
             gradients = NO_BUFFERS
         return self._replace(buffers=(*gathers, *gradients))
 
-    @functools.cached_property
-    def gathers_by_stages(self) -> bool:
-        """Whether a use gathers by the stages of the lane."""
-        return self.lane.gather is not None and not self.is_quantized
-
 
 def buffer_bytes(exchanges: Iterable[Exchange]) -> int:
     """Return the bytes of the communication buffers of a model's buckets, once all of them have been used."""
     sizes: dict[tuple[str, int, torch.dtype], int] = {}
     for exchange in exchanges:
         gathers, gradients = exchange.gather_buffers, exchange.gradient_buffers
-        sizes["gather", gathers.capacity, exchange.sent_dtype] = gathers.number
+        sizes["gather", gathers.capacity, exchange.sent.dtype] = gathers.number
         sizes["gradients", gradients.capacity, exchange.comm_dtype] = gradients.number
     return sum(capacity * dtype.itemsize * count for (_, capacity, dtype), count in sizes.items())

@@ -49,10 +49,12 @@ def _problem(lane: Lane, plain: Lane) -> str | None:
         return "part 'pack' has stages that are not plain. Put them at the beginning of 'each' or 'due'."
     if (lane.shard, lane.whole, lane.packed) != (plain.shard, plain.whole, plain.packed):
         return "it changes what the lane begins or ends with. Change only its stages."
+    if plain.is_joint and lane.step[:1] != plain.step[:1]:
+        return f"its part 'step' does not begin with {plain.step[0].text!r}, which runs for all buckets together."
     if sum(stage.flies for stage in lane.use) > 1:
         return "more than one stage of 'use' flies. Put the others into 'step', or make one stage of them."
     for what, got, right in (
-        ("a gathered bucket is", lane.spec("use", len(lane.use)), lane.whole),
+        ("a gathered bucket is", lane.spec("use", len(lane.use)), plain.spec("use", len(plain.use))),
         ("the gradient of the shard is", lane.spec("due", len(lane.due)), lane.shard),
     ):
         if got != right:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,13 +26,15 @@ import torch
 from torch import Tensor
 
 from ..geometry.groups import Group
-from .plain import Run, Scale, chain_of, landing_of
+from .plain import Operands, Run, Scale, chain_of, landing_of
 from .stage import Call, Spec, Stage
 
 Stages = tuple[Stage, ...]
 PARTS = ("step", "use", "pack", "each", "due", "rest")
 GATHERING = ("step", "use")
 REDUCING = ("pack", "each", "due", "rest")
+
+NOTHING = Operands()
 
 _lanes: weakref.WeakValueDictionary[str, Lane] = weakref.WeakValueDictionary()
 """By key. The plans of buckets keep theirs: a stage's class may hold on to all of a user's program."""
@@ -225,6 +226,21 @@ class Lane:
         return tuple(flight.stage.group for flight in self.reduction)
 
     @functools.cached_property
+    def is_joint(self) -> bool:
+        """Whether a guest begins ``step`` for all buckets of a model together."""
+        return bool(self.step) and self.step[0].joint
+
+    @functools.cached_property
+    def takes_scales(self) -> bool:
+        """Whether a use takes the scales of the bucket."""
+        return any(stage.takes_scales for stage in self.use)
+
+    @functools.cached_property
+    def as_gathered(self) -> Lane:
+        """The lane of a bucket that is used as it lands, without the stages behind its gather."""
+        return self if self.gather is None else replace(self, use=self.use[: self.gather + 1])
+
+    @functools.cached_property
     def has_local_copy(self) -> bool:
         """Whether this rank makes what stays between uses alone, without a gather."""
         return bool(self.step) and not any(stage.flies for stage in self.step)
@@ -314,23 +330,30 @@ class Lane:
         stage, at, operators = self[part][index], (self.key, part, index), torch.ops.mfsdp
         if (call := stage.call(self.spec(part, index))) is not None:
             operator, arguments = call
-            return lambda x, token: operator(x, *arguments)
+            if stage.takes_scales:
+                return lambda x, operands: operator(x, operands.scales, *arguments)
+            return lambda x, operands: operator(x, *arguments)
         if stage.inlined:
             return cast(Run, stage.run)  # takes no notice of a state
         is_told = stage.keeps_state or part == "due"
-        return lambda x, token: operators.run_stage(x, token if is_told else None, *at)
+        return lambda x, operands: operators.run_stage(x, operands.token if is_told else None, *at)
 
     def _flying(self, place: Place, is_first: bool = False) -> tuple[Run, Run | None]:
         """Return what starts a stage, and what waits for it; None: ``wait_tensor`` does."""
         part, index = place
         stage, at, operators = self[part][index], (self.key, part, index), torch.ops.mfsdp
         is_told, is_known = stage.keeps_state or part == "due", stage.call(self.spec(part, index)) is not None
-        wait = None if is_known else lambda x, token: operators.wait_stage(x, token if is_told else None, *at)
+
+        def await_stage(x: Tensor, operands: Operands) -> Tensor:
+            landed: Tensor = operators.wait_stage(x, operands.token if is_told else None, *at)
+            return landed
+
+        wait = None if is_known else await_stage
         if part == "due" or (self.inspected and is_first):
-            return lambda x, token: operators.reduce_if_due(x, token, *at), wait
+            return lambda x, operands: operators.reduce_if_due(x, operands.token, *at), wait
         if is_known:
             return cast(Run, stage.start), wait  # takes no notice of a state
-        return lambda x, token: operators.start_stage(x, token if is_told else None, *at), wait
+        return lambda x, operands: operators.start_stage(x, operands.token if is_told else None, *at), wait
 
     def local_call(self, part: str, index: int) -> Call:
         """Return the operator of a local stage in graphs, and its arguments."""
@@ -345,32 +368,27 @@ class Lane:
         call = flight.stage.call(self.spec(flight.part, flight.index))
         return call if call is not None else (torch.ops.mfsdp.start_stage.default, place)
 
-    def travel(self, part: str, x: Tensor, token: Tensor | None = None) -> Tensor:
-        """Run all stages of a part, one after the other. Those of reductions have :attr:`reduction`."""
-        for place in self.places(part):
+    def travel(self, part: str, x: Tensor, operands: Operands = NOTHING, places: slice = slice(None)) -> Tensor:
+        """Run stages of a part, one after the other. Those of reductions have :attr:`reduction`."""
+        for place in self.places(part)[places]:
             if not self[part][place[1]].flies:
-                x = self._local(place)(x, token)
+                x = self._local(place)(x, operands)
                 continue
             start, wait = self._flying(place)
-            x = landing_of(wait, [])(start(x, token), token)
+            x = landing_of(wait, [])(start(x, operands), operands)
         return x
 
-    def front(self, part: str) -> Run:
-        """Return what runs the local stages of a part in front of the first that flies."""
-        places = itertools.takewhile(lambda place: not self[part][place[1]].flies, self.places(part))
-        return chain_of([self._local(place) for place in places])
-
-    def finish(self, x: Tensor, token: Tensor | None = None) -> Tensor:
+    def finish(self, x: Tensor, operands: Operands = NOTHING) -> Tensor:
         """Run the local stages of a gradient that no flying stage reduces."""
         for place in self.unreduced:
-            x = self._local(place)(x, token)
+            x = self._local(place)(x, operands)
         return x
 
-    def reduced(self, packed: Tensor, token: Tensor | None = None) -> Tensor:
+    def reduced(self, packed: Tensor, operands: Operands = NOTHING) -> Tensor:
         """Return the gradient of the shard for a packed gradient, all stages one after the other."""
         for flight in self.reduction:
-            packed = flight.land(flight.start(packed, token), token)
-        return self.travel("rest", self.finish(packed, token), token)
+            packed = flight.land(flight.start(packed, operands), operands)
+        return self.travel("rest", self.finish(packed, operands), operands)
 
 
 def is_opaque(stage: Stage) -> bool:

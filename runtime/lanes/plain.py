@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,8 +145,20 @@ def is_plain(stage: Stage) -> bool:
     return type(stage) in _PLAIN
 
 
-Run = Callable[[Tensor, Tensor | None], Tensor]
-"""What stages do to a tensor, given the token of its bucket, in graphs and out of them."""
+class Operands(NamedTuple):
+    """What a bucket has for its stages besides the tensor that travels.
+
+    Args:
+        token: Stands for the bucket in graphs. None: its stages need not know it.
+        scales: Scales of the whole bucket.
+    """
+
+    token: Tensor | None = None
+    scales: Tensor | None = None
+
+
+Run = Callable[[Tensor, Operands], Tensor]
+"""What stages do to a tensor, in graphs and out of them."""
 
 
 def chain_of(runs: Sequence[Run]) -> Run:
@@ -153,9 +166,9 @@ def chain_of(runs: Sequence[Run]) -> Run:
     if len(runs) == 1:
         return runs[0]
 
-    def chain(x: Tensor, token: Tensor | None) -> Tensor:
+    def chain(x: Tensor, operands: Operands) -> Tensor:
         for run in runs:
-            x = run(x, token)
+            x = run(x, operands)
         return x
 
     return chain
@@ -164,10 +177,10 @@ def chain_of(runs: Sequence[Run]) -> Run:
 def landing_of(wait: Run | None, after: Sequence[Run]) -> Run:
     """Return what waits for what is in flight, with ``wait_tensor`` if ``wait`` is None, and runs the stages behind."""
 
-    def land(x: Tensor, token: Tensor | None) -> Tensor:
-        x = compat.wait_tensor(x) if wait is None else wait(x, token)
+    def land(x: Tensor, operands: Operands) -> Tensor:
+        x = compat.wait_tensor(x) if wait is None else wait(x, operands)
         for run in after:
-            x = run(x, token)
+            x = run(x, operands)
         return x
 
     return land

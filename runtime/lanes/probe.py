@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def probe(lanes: Iterable[tuple[str, Lane, Lane, Topology]], device: torch.devic
             if all(lane[part] == plain[part] for part in parts):
                 continue
             states: dict[tuple[str, int], State] = collections.defaultdict(dict)
+            lane, plain = _travelling(lane), _travelling(plain)
             off, allowed = 0.0, sum(stage.error for part in parts for stage in lane[part])
             if topology.every.size & topology.every.size - 1 and any(getattr(s, "op", "") == "avg" for s in lane.each):
                 allowed += torch.finfo(lane.packed.dtype).eps  # means of three are no integers
@@ -59,6 +61,14 @@ def probe(lanes: Iterable[tuple[str, Lane, Lane, Topology]], device: torch.devic
                     f"Its lane is {lane.text!r}. A stage does not do what it says (gathers, scatters, sums, error, "
                     "keeps_state): mend it, or take the plug-in out."
                 )
+
+
+def _travelling(lane: Lane) -> Lane:
+    """Return a lane without what is run for all buckets together, and what needs scales."""
+    if not lane.is_joint:
+        return lane
+    lane = lane.change(lambda stage: stage.takes_scales, lambda stage: (), *GATHERING)
+    return replace(lane, shard=lane.spec("step", 1), step=lane.step[1:])
 
 
 def _unscaled(lane: Lane) -> Lane:

@@ -13,9 +13,9 @@ have operators of their own, say so with :meth:`Stage.call`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -43,16 +43,18 @@ class Cost(NamedTuple):
         kernels: Bytes that each kernel reads and writes, one operator after the other.
         fused: The same where a compiler fuses operators; None: as ``kernels``.
         copied: Bytes that are copied between the device and host memory.
+        jointly: Bytes of a joint stage in the collective that it shares with those of other buckets.
     """
 
     sent: int = 0
     kernels: tuple[int, ...] = ()
     fused: tuple[int, ...] | None = None
     copied: int = 0
+    jointly: int = 0
 
 
 Call = tuple[Any, tuple[Any, ...]]
-"""An operator, and its arguments behind the tensor and the token."""
+"""An operator, and its arguments behind the tensor, the token and scales."""
 
 State = dict[str, Any]
 
@@ -68,6 +70,16 @@ class _NoState(State):
 
 
 NO_STATE: State = _NoState()
+
+
+class Joint(Protocol):
+    """Runs a joint stage for all buckets of a model."""
+
+    def refresh(self, announces: Any) -> None:
+        """Run it again for all buckets if any shard has changed. A collective then: every rank must call it."""
+
+    def forget(self) -> None:
+        """Run it again at the next use: after a failure, ranks may not agree on what is stale."""
 
 
 class Stage:
@@ -86,6 +98,10 @@ class Stage:
         keeps_state: Whether ``state`` is a dict that lasts from call to call, one for each bucket and place. Otherwise
             nothing can be put there.
         inlined: Whether graphs have the operators of ``run`` in its place. Only for stages that passes know.
+        joint: Whether it begins ``step``, and is run for all buckets of a model together, by a guest. Then it has no
+            ``run``.
+        takes_scales: Whether its operator takes the scales of the bucket, which are no part of what travels. Only for
+            stages with an operator.
 
     What a stage means (``gathers``, ``scatters``, ``sums``) is what the verifier counts. When a model is sharded, lanes
     with stages that are not plain are run on small integers, and must do what they say; see :mod:`.probe`.
@@ -99,6 +115,8 @@ class Stage:
     error: ClassVar[float] = 0.0
     keeps_state: ClassVar[bool] = False
     inlined: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
+    takes_scales: ClassVar[bool] = False
 
     @property
     def ranks(self) -> int:
@@ -152,10 +170,15 @@ class Stage:
         over = [f"over {self.group.size} ranks"] if self.group is not None else []
         return " ".join([words, *settings, *over])
 
+    @classmethod
+    def joint_of(cls, buckets: Sequence[Any]) -> Joint:
+        """Return what runs a joint stage for buckets of a model, :class:`~..memory.bucket.Bucket`."""
+        raise NotImplementedError
+
     # -- in graphs ----------------------------------------------------------------------------------------------------
 
     def call(self, spec: Spec) -> Call | None:
-        """Return the operator that stands for :meth:`run` or :meth:`start` in graphs.
+        """Return the operator that stands for :meth:`run` or :meth:`start` in graphs, and its arguments behind tensors.
 
         None: one that finds the stage by its place, ``mfsdp::run_stage`` or ``mfsdp::start_stage``; the wait is
         ``mfsdp::wait_stage``. A flying stage with an operator of its own is awaited by ``wait_tensor``.

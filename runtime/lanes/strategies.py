@@ -22,7 +22,7 @@ import torch
 from ..geometry.groups import Group
 from ..geometry.layout import BucketLayout
 from ..geometry.topology import Topology
-from .lane import GATHERING, Lane, Plugin, Stages
+from .lane import GATHERING, Lane, Plugin, Stages, is_own
 from .plain import AllGather, AllReduce, Cast, ReduceScatter, Scale
 from .rest import Rest
 from .stage import Spec
@@ -65,18 +65,22 @@ def lane_of(bucket: BucketFacts, topology: Topology) -> Lane:
         NotImplementedError: A plug-in changes how a bucket is gathered that is not gathered by stages.
     """
     lane = plain = plain_lane(bucket, topology)
+    whole = lane.whole
     for plugin in bucket.plugins:
+        lane = plugin(lane, topology)
+        if is_own(plugin):
+            plain = lane
+            continue
         from .check import check
 
-        lane = plugin(lane, topology)
         check(lane, plain, bucket.name, plugin)
     if not (bucket.travels_plainly or lane.own_parts.issuperset(GATHERING)):
         raise NotImplementedError(
-            f"Bucket {bucket.name!r} is gathered in float8 or float4, or gathers itself, which is not made of stages: "
+            f"Bucket {bucket.name!r} gathers itself, or one of two planes, which is not made of stages: "
             f"{bucket.plugins[-1]!r} cannot change how it is gathered. Leave it out of the plug-in, or gather the "
             "bucket in its compute dtype."
         )
-    return bucket.rest.lane(lane, topology)
+    return bucket.rest.lane(replace(lane, whole=whole), topology)
 
 
 def plain_lane(bucket: BucketFacts, topology: Topology) -> Lane:

@@ -300,7 +300,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.pending = DeferredGradient(self, self._deferred_dtype)
         if self.pending is not None:
             self.pending.requested = None  # a failed backward may have left it set
-        self.token = self.pending.token if self.pending is not None else None
+        self.operands = self.operands._replace(token=self.pending.token if self.pending is not None else None)
 
     def refuse_parts(self, requested: RequestedGradients) -> None:
         """Raise NotImplementedError if a backward asks for some gradients, and stages remember what they have seen."""

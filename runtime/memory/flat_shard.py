@@ -4,7 +4,7 @@ flat          this rank's slice, an autograd leaf, in the main dtype
 resident      what the part ``step`` of its lane makes of it, which stays between uses. It is gathered, for strategies
               that keep parameters whole, or for HFSDP, which keeps them whole over outer ranks; or it is a copy on the
               device of a shard that rests elsewhere. ``flat`` is a slice of it if it is gathered in the same dtype
-quantized     the shard in float8 or float4, as it is sent
+made          what a guest makes of it for all buckets together, such as the shard in float8; ``step`` begins with it
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ..geometry.partition import Partition
 from ..geometry.rows import RowSplit, contiguous_strides
 from ..geometry.topology import Topology
 from ..lanes.lane import Lane
-from ..lanes.plain import AllGather
+from ..lanes.plain import AllGather, Operands
 from .deferred_gradients import DeferredGradient
 
 
@@ -47,7 +47,7 @@ class FlatRange(NamedTuple):
 # [Note: Version counters]
 #
 # flat._version stands for the values of a shard. Whatever is made of them notes it, and is stale when it differs: the
-# resident, the quantized shard, gathered buckets, portions, and tensors that autograd saved.
+# resident, what a guest has made of it, gathered buckets, portions, and tensors that autograd saved.
 #
 # - Operators on parameters run below autograd, where no version is incremented: tensor.before_write does that, for each
 #   tensor in the Backing.
@@ -58,6 +58,19 @@ class FlatRange(NamedTuple):
 #   are compared before each forward: FlatShard.notice_writes.
 # - Of a gathered bucket, the version right after the gather (Gathered.content) tells writes. NumPy and .data of a view
 #   write without a trace: Gathering._check_content compares values.
+
+
+class Maker(Protocol):
+    """A guest that runs a joint stage."""
+
+    def own_part(self, bucket: Any, columns: bool) -> Tensor:
+        """See :meth:`FlatShard.own_part`."""
+
+    def plane(self, bucket: Any, full: Tensor, columns: bool) -> Tensor:
+        """Return one of two planes of a gathered bucket."""
+
+    def view(self, bucket: Any, full: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Return data and scales of a parameter in a gathered bucket, or in a plane of it."""
 
 
 class FlatShard:
@@ -104,21 +117,21 @@ class FlatShard:
         """Adopt the shard, and allocate what stays gathered between uses; see :attr:`flat`."""
         plan = self.plan
         self.pending: DeferredGradient | None = None
-        self.token: Tensor | None = None
-        """What stands for the bucket in graphs; None if they need not know it."""
         self.resident: Tensor | None = None
         self._unused_gather: weakref.finalize | None = None
         self._resident_of = -1  # version of the shard from which the resident was gathered
         self._resident_awaited = True
-        self.quantized: Tensor | None = None
-        """This rank's shard as it is sent, quantized, in bytes; see :mod:`.quantized_shards`, which sets it."""
-        self.quantized_columns: Tensor | None = None
-        """The same of the plane of columns; see :mod:`.planes`."""
-        self.scales: Tensor | None = None
-        """Scales of the whole bucket, in the order of its parameters."""
-        self._quantized_of = -1  # version of the shard that was quantized
+        self.maker: Maker | None = None
+        """A guest that makes what ``step`` begins with, for all buckets of a model together."""
+        self.made: Tensor | None = None
+        """What it has made of the shard."""
+        self.made_columns: Tensor | None = None
+        """The same of a second plane, which backward gathers; see :mod:`..guests.quantized.planes`."""
+        self._made_of = -1  # version of the shard that it was made of
+        self.operands = Operands()
+        """What the bucket has for its stages besides what travels."""
         self._watched = -1, ""  # version of the shard, and a digest of the values
-        if self.has_resident and not self.topology.releases_resident:
+        if self.has_resident and not (self.topology.releases_resident or self.lane.is_joint):
             resident = torch.empty(self._resident_numel, dtype=plan.held_dtype, device=self.device)
             # Local stages make something else of the shard.
             if plan.main_dtype == plan.held_dtype and all(isinstance(stage, AllGather) for stage in self.lane.step):
@@ -164,7 +177,7 @@ class FlatShard:
     @property
     def has_resident(self) -> bool:
         """Whether a gathered tensor stays between uses, even if only within a step."""
-        return bool(self.lane.step or self.topology.resident_groups)
+        return bool(self.lane.step)
 
     @property
     def _resident_numel(self) -> int:
@@ -205,7 +218,9 @@ class FlatShard:
 
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
-        if self.resident is None:
+        if self.resident is None and self.made is not None and self.lane.has_local_copy:
+            self._hold(self.made)
+        elif self.resident is None:
             numel = 2 * self.plan.held_numel if self.plan.has_planes else self._resident_numel
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
         assert self.resident is not None
@@ -241,19 +256,20 @@ class FlatShard:
         """
         resident = self.hold_resident()
         self.await_resident()
-        if self.quantized_columns is not None:
-            for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
-                plane.copy_(quantize.from_records(self._gathered_to_keep(shard)))
-        elif "step" not in self.lane.own_parts:
-            resident.copy_(self.lane.travel("step", self.flat.detach(), self.token))
-        elif self.quantized is None or self.plan.stays_quantized:
-            shard = self.quantized
-            if shard is None:
-                shard = self.lane.front("step")(self.flat.detach(), self.token)
-            if not self.topology.resident_groups:
+        begun, step, groups = self.made is not None, self.lane.step, self.topology.resident_groups
+        shard = self.flat.detach() if self.made is None else self.made
+        first = next((index for index, stage in enumerate(step) if stage.flies), len(step))
+        if self.made_columns is not None and groups:
+            for made, plane in zip((self.made, self.made_columns), resident.chunk(2), strict=True):
+                plane.copy_(quantize.from_records(self.lane.travel("step", made, self.operands, slice(1, None))))
+        elif not all(type(stage) is AllGather for stage in step[first:]):
+            resident.copy_(self.lane.travel("step", shard, self.operands, slice(begun, None)))
+        elif shard is not resident:  # gathered in the resident's own memory
+            shard = self.lane.travel("step", shard, self.operands, slice(begun, first))
+            if not groups:
                 resident.copy_(shard)
             _, *parts = self._parts_of(resident)
-            for group, part in zip(self.topology.resident_groups, parts, strict=True):
+            for group, part in zip(groups, parts, strict=True):
                 self.await_resident()
                 if group.size == 1:
                     part.copy_(shard)
@@ -261,15 +277,7 @@ class FlatShard:
                     compat.all_gather_out(shard, group.size, group.name, out=part)
                 self._resident_awaited = group.size == 1
                 shard = part
-        else:  # dequantized here, because graphs take residents as they are
-            resident.copy_(self.dequantized(self._gathered_to_keep(self.quantized)))
         self._resident_of = self.flat._version
-
-    def _gathered_to_keep(self, shard: Tensor | None) -> Tensor:
-        assert shard is not None
-        for group in self.topology.resident_groups:
-            shard = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
-        return shard
 
     def await_gather(self) -> None:
         """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
@@ -297,7 +305,7 @@ class FlatShard:
 
     def watch(self) -> None:
         """Note the values, of which there are copies, before an ordinary tensor refers to the shard."""
-        of_copies = self._resident_of, self._quantized_of
+        of_copies = self._resident_of, self._made_of
         if (version := self.flat._version) in of_copies and self._watched[0] != version:
             self._watched = version, value_digest(self.flat)
 
@@ -310,7 +318,7 @@ class FlatShard:
         (version, before), now = self._watched, None
         if version == self.flat._version and (now := value_digest(self.flat)) != before:
             torch.autograd.graph.increment_version(self.flat)
-        if are_referred_to and (self.has_resident or self.quantized is not None):
+        if are_referred_to and self.has_resident:
             self._watched = self.flat._version, now or value_digest(self.flat)
         else:
             self._watched = -1, ""
@@ -322,11 +330,8 @@ class FlatShard:
         return self.plan.rest.fetch(self.flat.detach(), self.device)
 
     def source(self) -> Tensor:
-        """The tensor that a use begins with on this rank, without autograd: the resident, the quantized shard, or the
-        shard."""
-        if self.has_resident:
-            return self.await_resident()
-        return self.flat.detach() if self.quantized is None else self.quantized
+        """The tensor that a use begins with on this rank, without autograd: the resident, or the shard."""
+        return self.await_resident() if self.has_resident else self.flat.detach()
 
     def sent(self) -> Tensor:
         """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
@@ -338,88 +343,31 @@ class FlatShard:
         Args:
             columns: Whether to return the plane of columns. Of planes, the data are returned, without scales.
         """
-        source = self.source()
-        if self.quantized_columns is not None:
-            sent = self.quantized_columns if columns else self.quantized
-            return quantize.from_records(sent)[: self.flat.numel()]
-        if source is not self.quantized or self.plan.stays_quantized:
-            return source.to(self.device, self.plan.held_dtype)
-        if self.plan.scaling == quantize.MX:
-            return quantize.dequantize_mx(source, self.plan.compute_dtype)
-        return quantize.dequantize(source, self.scaled_parts(), self.plan.compute_dtype, self.plan.scaling)
+        if self.maker is not None:
+            return self.maker.own_part(self, columns)
+        return self.source().to(self.device, self.plan.held_dtype)
 
-    # -- quantized shards ---------------------------------------------------------------------------------------------
+    # -- what a guest makes -------------------------------------------------------------------------------------------
 
     @property
-    def scale_count(self) -> int:
-        """Number of scales of the bucket, which is quantized, without those that are gathered with the data."""
-        return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
-
-    def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:
-        """Return what :func:`.quantize.entries_of_rows` does for this rank's rows of each parameter.
-
-        Args:
-            scales: Scales of the whole bucket, or what they are made from.
-        """
-        slots, scaling = self.plan.layout.slots, self.plan.scaling
-        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
-        return [
-            quantize.entries_of_rows(whole, slot.row_dims, split.rows(self.topology.shard), scaling)
-            for whole, slot, split in zip(wholes, slots, self.splits, strict=True)
-        ]
-
-    def scales_per_row(self, scales: Tensor) -> list[Tensor]:
-        """Return the scales of this rank's rows of each parameter, see :func:`.quantize.per_row`."""
-        scaling = self.plan.scaling
-        return [
-            quantize.per_row(entries, place.shape[-2], scaling, before) if math.prod(place.shape) else entries
-            for (entries, before), place in zip(self.entries_of_rows(scales), self.places, strict=True)
-        ]
-
-    def scaled_parts(self) -> list[tuple[int, tuple[int, ...], Tensor]]:
-        """Return offset in the shard, shape, and scales of this rank's rows of each parameter."""
-        assert self.scales is not None
-        scales = self.scales_per_row(self.scales)
-        return [(place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True)]
+    def scales(self) -> Tensor | None:
+        """Scales of the whole bucket, in the order of its parameters."""
+        return self.operands.scales
 
     @property
-    def is_quantized_stale(self) -> bool:
-        """Whether the shard has changed since it was quantized."""
-        return self.quantized is not None and self._quantized_of != self.flat._version
+    def is_made_stale(self) -> bool:
+        """Whether the shard has changed since the guest has made something of it."""
+        return self.made is not None and self._made_of != self.flat._version
 
-    def mark_quantized(self, stale: bool) -> None:
-        """Set whether the shard must be quantized before the bucket is gathered."""
-        self._quantized_of = -1 if stale else self.flat._version
+    def mark_made(self, stale: bool) -> None:
+        """Set whether the guest must make it again before the bucket is gathered."""
+        self._made_of = -1 if stale else self.flat._version
+
+    def of_maker(self) -> list[Tensor]:
+        """Return all that the guest has made of the bucket."""
+        return [each for each in (self.made, self.made_columns, self.scales) if each is not None]
 
     @property
     def sends_planes(self) -> bool:
         """Whether a gather brings one of two planes. Otherwise there is one, or both stay gathered."""
-        return self.quantized_columns is not None and self.topology.gather_group is not None
-
-    def plane(self, full: Tensor, columns: bool) -> Tensor:
-        """Return a plane of what is gathered: data ``[numel]``, then scales ``[numel / 32]``."""
-        return full if full.numel() == self.plan.held_numel else full.chunk(2)[columns]
-
-    def scale_of(self, index: int, full: Tensor) -> Tensor:
-        """Return the scales of a parameter, of the bucket that is gathered in float8.
-
-        Args:
-            full: The gathered bucket, or the plane of it.
-        """
-        if self.quantized_columns is not None:
-            slot = self.plan.layout.slots[index]
-            place = self.plan.layout.numel + slot.offset // quantize.MX_BLOCK
-            return full.narrow(0, place, slot.numel // quantize.MX_BLOCK)
-        assert self.scales is not None
-        shapes = [slot.shape for slot in self.plan.layout.slots]
-        return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
-
-    def quantized_view(self, full: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Return data and scales of a parameter in the gathered bucket, or in a plane of it."""
-        return self.whole_view(full, index).view(quantize.DTYPE), self.scale_of(index, full)
-
-    def dequantized(self, gathered: Tensor) -> Tensor:
-        """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
-        assert self.scales is not None
-        places, plan = [(slot.offset, slot.shape) for slot in self.plan.layout.slots], self.plan
-        return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
+        return self.made_columns is not None and self.topology.gather_group is not None

@@ -272,7 +272,8 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int], in_graph
         used: Indices of parameters that this rank has used. Their hooks run.
         in_graph: Whether a compiled graph has called, which reuses the tensor's memory: it must not be kept.
     """
-    bucket.plan.rest.settle(bucket.device)
+    if bucket.lane.rest:
+        bucket.plan.rest.settle(bucket.device)
     given, gradient = gradient, _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = _collect(bucket)
     total = gradient if total is None else total.add_(gradient)

@@ -30,7 +30,7 @@ def kinds_of(buckets: Iterable[Bucket]) -> dict[BufferKind, int]:
     for bucket in buckets:
         exchange, device = bucket.exchange, bucket.device
         for use, (capacity, number), dtype in (
-            ("gather", exchange.gather_buffers, exchange.sent_dtype),
+            ("gather", exchange.gather_buffers, exchange.sent.dtype),
             ("gradients", exchange.gradient_buffers, exchange.comm_dtype),
         ):
             if capacity:

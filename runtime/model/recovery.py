@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from .. import compat
 from ..eager.engine import EagerRuntime
+from ..lanes.stage import Joint
 from ..memory import devices
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
-from ..memory.quantized_shards import QuantizedShards
 from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..program_lines import warn
@@ -39,7 +39,7 @@ class Recoverable(Protocol):
     eager: EagerRuntime
     grad_sync: GradSync
     members: Membership
-    quantized: QuantizedShards
+    joint: Sequence[Joint]
     registration: Registration | None
     step_tracker: StepTracker
 
@@ -75,7 +75,8 @@ def recover(model: Recoverable) -> None:
             f"{error} This rank has {stopped}. Call {RESET}. Training can then continue from the current weights."
         ) from None
     coordinator.forget_failure()
-    model.quantized.forget()
+    for each in model.joint:
+        each.forget()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
 
@@ -105,7 +106,8 @@ def reset(model: Recoverable) -> None:
     _settle(model)
     for bucket in model.buckets:
         bucket.forget_resident()
-    model.quantized.forget()
+    for each in model.joint:
+        each.forget()
     registered = model.registration is not None and model.registration.is_active
     if model.registration is not None:
         model.registration.end()

@@ -198,7 +198,7 @@ def _probe(plan: ModelPlan, members: Membership, device: torch.device) -> None:
         for plugin in theirs:
             if lane_of(replace(bucket, plugins=(*own, plugin)), topology) != like:
                 plugins.pop(id(plugin), None)
-        if any(stage.error for part in PARTS for stage in like[part]):  # then nothing is exact
+        if any(stage.error and not stage.joint for part in PARTS for stage in like[part]):  # then nothing is exact
             like, lane = (lane_of(replace(bucket, plugins=plugins), topology) for plugins in ((), theirs))
         if compat.is_real_group(topology.every.name):
             found.setdefault(lane.key, (bucket.name, lane, like, topology))

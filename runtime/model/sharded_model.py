@@ -8,7 +8,7 @@ Each of its parts has state of its own ::
     grad_sync     when gradients are reduced; the running backward  grad_sync.py
     step_tracker  the running optimizer step                        optim/step_tracker.py
     buckets       shards, gathered tensors and gradients            memory/bucket.py
-    quantized     shards in float8, and their scales                memory/quantized_shards.py
+    joint         stages that run for all buckets together          guests/quantized/shards.py
 
 :mod:`.shard` makes it; :mod:`.recovery` makes it usable after failures.
 """
@@ -33,9 +33,9 @@ from ..geometry.bucket_plan import BucketPlan
 from ..geometry.exchange import Overlap, buffer_bytes
 from ..geometry.partition import Peers
 from ..geometry.topology import Topology
+from ..lanes.stage import Joint, Stage
 from ..memory.bucket import Bucket
 from ..memory.comm_buffers import BufferPool
-from ..memory.quantized_shards import QuantizedShards
 from ..memory.registration import Registration
 from ..optim.step_tracker import StepTracker
 from ..optim.tracking import Optimizers, watch_steps
@@ -111,7 +111,12 @@ class ShardedModel:
         self.grad_sync = GradSync(self.buckets, eager, coordinator, SyncSettings())
         self.step_tracker = StepTracker(self.buckets, coordinator)
         self.optimizers = Optimizers()
-        self.quantized = QuantizedShards(self.buckets)
+        joint: dict[type[Stage], list[Bucket]] = {}
+        for bucket in self.buckets:
+            if bucket.lane.is_joint:
+                joint.setdefault(type(bucket.lane.step[0]), []).append(bucket)
+        self.joint: Sequence[Joint] = [stage.joint_of(its) for stage, its in joint.items()]
+        """What runs joint stages."""
         self.compares_values = False
         self.awaits_values = False
         self.lineage = Lineage()
@@ -386,16 +391,18 @@ class ShardedModel:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def refresh(self, ahead: bool = False) -> None:
-        """Quantize changed shards again, for buckets that are gathered in float8, and start gathering stale residents.
+        """Run joint stages again if shards have changed, such as their quantization, and start gathering stale
+        residents.
 
-        ``ahead`` of the forward that uses them, residents that stay only within a step are skipped, and so is what is
-        quantized: other optimizers may be about to step.
+        ``ahead`` of the forward that uses them, residents that stay only within a step are skipped, and so is what
+        joint stages make: other optimizers may be about to step.
         """
         self.notice_writes()
         if not ahead:
-            self.quantized.refresh(self.coordinator)
+            for each in self.joint:
+                each.refresh(self.coordinator)
         for bucket in self.buckets:
-            if bucket.is_stale and not (ahead and (bucket.topology.releases_resident or bucket.quantized is not None)):
+            if bucket.is_stale and not (ahead and (bucket.topology.releases_resident or bucket.lane.is_joint)):
                 for more, group in zip(("", ", stage 2"), bucket.topology.resident_groups, strict=False):
                     self.coordinator.start(f"gather {bucket.plan.name}, to keep{more}", group=group)
                 bucket.start_refresh()

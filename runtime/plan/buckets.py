@@ -96,7 +96,7 @@ class BucketPlanner:
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
                 for layout in plan_layouts(part, itemsize, shards, self._policy(scaling, part[0].is_complex)):
                     bucket = self._bucket(unit, layout, dtypes, requires_grad, is_expert)
-                    plans.append(replace(bucket, scaling=scaling, form=form))
+                    plans.append(_quantized(replace(bucket, scaling=scaling, form=form)))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
         return plans
@@ -187,3 +187,12 @@ class BucketPlanner:
             is_expert=is_expert,
             keeps_memory=self.gradient_policy.keeps_memory,
         )
+
+
+def _quantized(bucket: BucketPlan) -> BucketPlan:
+    """Return a plan with the stages that quantize it, if it is to be."""
+    if not bucket.scaling:
+        return bucket
+    from ..guests.quantized.stages import Quantized
+
+    return replace(bucket, plugins=(Quantized.of(bucket), *bucket.plugins))

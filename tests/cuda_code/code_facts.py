@@ -89,7 +89,7 @@ def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
             if what == "reduce":
                 padding += (info.layout.numel - sum(s.numel for s in info.layout.slots)) * size
         is_copied = info.main_dtype != info.exchange.dtype or node.target is roles.GATHER_INTO_BUFFER
-        is_copied &= not info.exchange.is_quantized  # the runtime quantizes shards
+        is_copied &= not info.exchange.lane.is_joint  # the runtime quantizes shards
         if what == "gather" and not gathered[bucket].is_of_portions and is_copied:
             casts += info.layout.shard_numel * (info.main_dtype.itemsize + info.exchange.dtype.itemsize)
         points.append((what, position))

@@ -212,9 +212,6 @@ class _Recorder(TorchDispatchMode):
         if operator in _ALLOCATING or not (new or targets or operator == "wait_tensor"):
             return result  # memory, or a view
         read = [tensor for tensor in given if not any(tensor is other for other in targets)]
-        if operator == "wait_quantized":  # wait, and then compute
-            wait = str(torch.ops._c10d_functional.wait_tensor.default)
-            self.recording.events.append(Event(wait, (self._span(given[0]),), ()))
         if operator == "gather_into_buffer":
             self._gather_into_buffer(name, given[0], made[0])
             return result

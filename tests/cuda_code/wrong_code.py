@@ -11,7 +11,7 @@ from collections.abc import Callable
 _WAIT = re.compile(r"^    (\w+) = op_wait_tensor\((\w+)\)$")
 _GATHER = re.compile(r"^    (\w+) = op_(?:all_gather_into_tensor|gather_into_buffer)\((\w+)")
 _REDUCTION = re.compile(r"^    \w+ = op_reduce_scatter_tensor\((\w+)")
-_QUANTIZED = re.compile(r"^    \w+ = op_wait_quantized\((\w+)")
+_QUANTIZED = re.compile(r"^    \w+ = op_dequantize\((\w+)")
 _LAUNCH = re.compile(r"^\s+(\w+)\.run\(|^\s+extern_kernels\.")
 _REUSE = re.compile(r"^\s+(\w+) = (.*?); del (\w+)  # reuse$")
 

@@ -30,11 +30,12 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama
-from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.verifier.verify import breaches
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize
+from mfsdp_compile.runtime.guests.quantized.operators import DEQUANTIZE
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
@@ -260,7 +261,7 @@ def test_expert_parallel() -> None:
         assert {bucket.plan.is_expert for bucket in by_torchao(model)} == {True, False}
         for bucket in by_torchao(model):
             for index, whole in enumerate(bucket.gather_shards()):
-                scale = bucket.scale_of(index, torch.empty(0))  # not in the bucket with this scaling
+                scale = bucket.maker.scale_of(bucket, torch.empty(0), index)  # not in the bucket with this scaling
                 assert torch.equal(scale, compat.torchao.scales_of(quantize.amax(whole, "tensorwise")))
     assert_equal(found[3:], found[:3])
 
@@ -383,12 +384,12 @@ def test_rowwise_recipes(recipe: str) -> None:
     found = []
     for mode in (EAGER, AOT_EAGER):
         model, call, optimizer = shard(llama(recipe=recipe), mode, mixed_precision_policy=ROWWISE)
-        quantized = [bucket for bucket in model.sharded.buckets if bucket.quantized is not None]
+        quantized = [bucket for bucket in model.sharded.buckets if bucket.made is not None]
         assert [bucket.plan.form for bucket in quantized] == [quantize.ROUNDED] * 2
         found.append(train(model, call, optimizer))
     assert_equal(*found)
     model, call, _ = shard(llama(recipe=recipe), mixed_precision_policy=NVFP4)
-    (form,) = {bucket.plan.form for bucket in model.sharded.buckets if bucket.quantized is not None}
+    (form,) = {bucket.plan.form for bucket in model.sharded.buckets if bucket.made is not None}
     assert form == quantize.DEQUANTIZED  # with other scales than powers of two
     assert loss_of(call, 0).isfinite()
 
@@ -547,8 +548,11 @@ def _dequantized_too(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
             continue
 
         def change(launch: Any = launch, scales: fx.Node = scales_of[launch.bucket]) -> None:
-            launch.waits[0].target = roles.WAIT_QUANTIZED
-            launch.waits[0].args = (launch.node, scales, *s.info(launch.bucket).exchange.quantization)
+            exchange, wait = s.info(launch.bucket).exchange, launch.waits[0]
+            places = exchange.sizes, exchange.ndims, exchange.offsets
+            made = mutants.call(wait, DEQUANTIZE, wait, scales, *places, exchange.dtype, "tensorwise")
+            wait.replace_all_uses_with(made)
+            made.replace_input_with(made, wait)
 
         yield change
 
@@ -579,8 +583,8 @@ def _saved(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
 
 _MUTANTS = (
     ("bytes of another bucket", "V10", _of_another_shard),
-    ("other bytes", "V10", _of_main_weights),
-    ("dequantized", "V10", _dequantized_too),
+    ("other bytes", "V12", _of_main_weights),
+    ("dequantized", "V12", _dequantized_too),
     ("scales of another bucket", "V10", _scales_of_another_bucket),
     ("scales of another parameter", "V10", _scales_of_another_parameter),
     ("scales of no parameter", "V10", _scales_of_no_parameter),

@@ -27,7 +27,7 @@ GUESTS = {
     "quantized": (
         r"quantized|quantize[sd]?\b|dequantiz|\bscaling\b(?!\s*=\s*Scaling)|Planes|has_planes|sends_planes"
         r"|stays_quantized|scale_count|QUANTIZ|SCALES",
-        r"formats/(quantize|forms|extension|fp8)|planes|quantized_shards|transformer_engine|torchao|fp8",
+        r"guests/quantized|formats/(quantize|forms|extension|fp8)|transformer_engine|torchao|fp8",
     ),
     "portions": (r"portion", r"passes/portions"),
     "offload": (
@@ -55,9 +55,9 @@ GUESTS = {
 FLAGS = frozenset(
     re.findall(
         r"\w+",
-        """is_quantized stays_quantized dequantizes takes_quantized needs_token has_token may_wait
+        """stays_quantized takes_scales is_joint needs_token has_token may_wait
         scales_first sums_exactly is_copied has_planes sends_planes is_extension extension portions has_resident
-        releases_resident is_stale is_quantized_stale quantized quantized_columns scaling form offload capacity
+        releases_resident is_stale is_made_stale made_columns scaling form offload capacity
         is_expert decoupled inspected keeps_memory is_complex gather_group pending resident wrappers is_from_portions
         made sent planes plane""",
     )
@@ -72,8 +72,9 @@ IMPORTS = {
 
 @cache
 def core() -> tuple[Path, ...]:
-    """Return the core's files. Guests are among them: they are not apart yet."""
-    return tuple(sorted({path for pattern in (*CORE, *CORE_FILES) for path in ROOT.glob(pattern)}))
+    """Return the core's files. Guests that are not apart yet are among them."""
+    files = {path for pattern in (*CORE, *CORE_FILES) for path in ROOT.glob(pattern)}
+    return tuple(sorted(path for path in files if "guests" not in path.parts))
 
 
 @cache

@@ -581,7 +581,7 @@ def test_quantized_gathers() -> None:
     expected, outputs = plain(inputs), []
     for mode in (EAGER, AOT_EAGER):
         model, call, _ = make("dp2 tp2", mode, mixed_precision_policy=policy)
-        assert any(bucket.quantized is not None for bucket in model.sharded.buckets)
+        assert any(bucket.made is not None for bucket in model.sharded.buckets)
         outputs.append(call(inputs))
         outputs[-1].sum().backward()
     assert torch.equal(*outputs)

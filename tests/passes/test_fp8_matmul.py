@@ -431,7 +431,7 @@ def test_weights_that_were_gathered_with_other_scales(policy: MixedPrecisionPoli
     (record,) = model.sharded.compiled_graphs
     (report,) = (r for r in record.reports[None] if r.name == "fp8_matmul")
     assert not any("stay in float8" in line for line in report.lines)
-    assert any(bucket.quantized is not None for bucket in model.sharded.buckets)
+    assert any(bucket.made is not None for bucket in model.sharded.buckets)
 
 
 def _by_name(model: Any, found: list[Tensor]) -> list[Tensor]:

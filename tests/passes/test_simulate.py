@@ -32,7 +32,9 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.guests.offload.stages import HostMemory
+from mfsdp_compile.runtime.lanes.plain import AllGather
 
 AB = context([bucket("a"), bucket("b")])
 FORWARD, BACKWARD = Stage.FORWARD, Stage.BACKWARD
@@ -265,6 +267,7 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
     They are gathered one after the other.
     """
     whole: dict[str, Any] = {
+        "step": (AllGather(Group("residents", RANKS, 0)),),
         "use": (),
         "has_resident": True,
         "resident_rings": ((RANKS, 1),),
@@ -289,21 +292,22 @@ def test_quantized_gathers() -> None:
     assert (info.in_flight_bytes, info.fresh_bytes, plain.in_flight_bytes) == (1000, 4000, 0)
     fp4 = bucket("a", 1600, sizes=[10, 160], ndims=[2], scaling="nvfp4")
     assert (fp4.sent_bytes, fp4.gathered_bytes, fp4.in_flight_bytes) == (900, 6400, 900)
-    assert fp4.quantized_bytes == 900 // RANKS
+    assert fp4.resident_bytes == 900 // RANKS
     assert COSTS.reduce_scales([fp4]) == collective_seconds("all_reduce", 4, Ring(RANKS, 1), MACHINE)
-    assert COSTS.dequantize(fp4) > COSTS.dequantize(bucket("a", 1600, sizes=[10, 160], ndims=[2], scaling="tensorwise"))
+    tensorwise = bucket("a", 1600, sizes=[10, 160], ndims=[2], scaling="tensorwise")
+    assert gather_of(fp4, 0, COSTS).after > gather_of(tensorwise, 0, COSTS).after
     in_buffer = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise", buffers=(1000, 2, 0, 0))
     assert (in_buffer.in_flight_bytes, in_buffer.fresh_bytes) == (0, 4000)
     ring = Ring(RANKS, 1)
     assert COSTS.gather(info) == collective_seconds("all_gather", 1000, ring, MACHINE)
     assert COSTS.reduce_scales([plain, info]) == collective_seconds("all_reduce", 4 * 10, ring, MACHINE)
-    assert COSTS.reduce_scales([plain]) == COSTS.quantize(plain) == COSTS.dequantize(plain) == COSTS.cast(info) == 0
+    assert COSTS.reduce_scales([plain]) == COSTS.joint(plain) == COSTS.cast(info) == 0
     collective = gather_of(info, 0, COSTS)
-    assert collective.after == COSTS.dequantize(info) > 0
+    assert collective.after > 0
     timeline = simulate({Stage.FORWARD: [Start(collective), Wait(collective)]}, context([info]), COSTS, {}, None)
-    parts = COSTS.quantize(info), COSTS.reduce_scales([info]), COSTS.gather(info), COSTS.dequantize(info)
+    parts = COSTS.joint(info), COSTS.reduce_scales([info]), COSTS.gather(info), collective.after
     assert timeline.seconds == pytest.approx(sum(parts))
-    at_rest = [resting_memory([each], OptimizerCost())[Category.SHARDS] for each in (info, plain)]
+    at_rest = [sum(resting_memory([each], OptimizerCost()).values()) for each in (info, plain)]
     assert at_rest[0] - at_rest[1] == 1000 // RANKS
 
 

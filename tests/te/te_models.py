@@ -383,7 +383,7 @@ def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recip
             loss = model(batch(kind, 0, width)[:rows], is_first_microbatch=first).float().sum()
         gathered = [state.full for state in model.sharded.eager.gathering.gathered.values() if state.full is not None]
         buckets = model.sharded.buckets
-        at_rest = [each for b in buckets for each in (b.flat, b.quantized, b.quantized_columns)]
+        at_rest = [each for b in buckets for each in (b.flat, b.made, b.made_columns)]
         stay = {key_of(each) for each in [*gathered, *at_rest] if each is not None}
         for _ in range(100):
             kept = {key: size for key, size in storages.alive() if key not in stay}

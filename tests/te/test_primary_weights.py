@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.planes import cut_blocks
+from mfsdp_compile.runtime.guests.quantized.planes import cut_blocks
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
 
@@ -86,7 +86,7 @@ def test_scales_of_cut_blocks(micro: int) -> None:
     if not te_models.gathers_in_fp8():
         return
     model = te_models.shard(te_models.build("Linear", "mxfp8"))
-    planes = [bucket for bucket in model.sharded.buckets if bucket.quantized_columns is not None]
+    planes = [bucket for bucket in model.sharded.buckets if bucket.made_columns is not None]
     assert [cut_blocks(slot, b.plan.layout.shard_numel) for b in planes for slot in b.plan.layout.slots] == [[0, 1]] * 3
     sizes = []
     reduce = compat.all_reduce

@@ -559,7 +559,7 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         )
 
     def function(shard: Tensor, x: Tensor) -> Tensor:
-        weight, bias = torch.ops.mfsdp.gather(shard, None, None, None, None, *exchange)
+        weight, bias = torch.ops.mfsdp.gather(shard, None, None, None, *exchange)
         return torch.nn.functional.linear(x, weight, bias)
 
     whole, ranks = Spec(16, torch.float32), Group("0", 4, 0)

@@ -104,7 +104,7 @@ def assert_equal(mine: list[Tensor], its: list[Tensor]) -> None:
 
 
 def quantized(model: Any) -> list[Any]:
-    return [bucket for bucket in model.sharded.buckets if bucket.quantized is not None]
+    return [bucket for bucket in model.sharded.buckets if bucket.made is not None]
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def test_one_collective_per_step(mode: str, microbatches: int) -> None:
     for _ in range(2):
         with recorded() as found:
             counts = collectives(step)
-        scales = sum(bucket.scale_count for bucket in quantized(model))
+        scales = sum(bucket.scales.numel() for bucket in quantized(model))
         # Ranks also tell each other which parameters a backward has used, in bytes.
         assert [entry for entry in found if entry[:2] == ("all_reduce", F32)] == [("all_reduce", F32, 4 * scales)]
         assert counts["all_reduce"] == others + 1
@@ -582,24 +582,24 @@ def test_shards_are_quantized_when_they_change() -> None:
     model, call = shard(ROWWISE)
     first, other = quantized(model)
     loss_of(call, 0)
-    data = [bucket.quantized.clone() for bucket in (first, other)]
+    data = [bucket.made.clone() for bucket in (first, other)]
     with torch.no_grad():
         first.params[0].mul_(2)
-    assert first.is_quantized_stale
-    assert not other.is_quantized_stale
+    assert first.is_made_stale
+    assert not other.is_made_stale
     with recorded() as found:
         loss_of(call, 0)
         loss_of(call, 0)
     assert [name for name, *_ in found].count("all_reduce") == 1
-    assert torch.equal(first.quantized, data[0])  # doubled scales
-    assert torch.equal(other.quantized, data[1])
+    assert torch.equal(first.made, data[0])  # doubled scales
+    assert torch.equal(other.made, data[1])
     with torch.no_grad():
         for param in first.params:
             param.to_local().add_(1)
     loss_of(call, 0)
-    assert not torch.equal(first.quantized, data[0])
+    assert not torch.equal(first.made, data[0])
     model.reset()
-    assert first.is_quantized_stale
+    assert first.is_made_stale
 
 
 @on_ranks(2)
@@ -607,21 +607,21 @@ def test_whole_weights_are_not_saved() -> None:
     """After a forward only the last unit's dequantized weights are in memory, and the gathered bytes of none."""
     model, call = shard(ROWWISE)
     buckets, made = quantized(model), []
-    for bucket in buckets:
-        dequantized = bucket.dequantized
+    dequantize = quantize.dequantize_bucket
 
-        def record(gathered: Tensor, dequantized: Any = dequantized, bucket: Any = bucket) -> Tensor:
-            whole = dequantized(gathered)
-            made.extend([(bucket, "float8", weakref.ref(gathered)), (bucket, "whole", weakref.ref(whole))])
-            return whole
+    def record(gathered: Tensor, scales: Tensor, *settings: Any) -> Tensor:
+        whole = dequantize(gathered, scales, *settings)
+        (bucket,) = (each for each in buckets if each.scales.data_ptr() == scales.data_ptr())
+        made.extend([(bucket, "float8", weakref.ref(gathered)), (bucket, "whole", weakref.ref(whole))])
+        return whole
 
-        bucket.dequantized = record
-    loss = loss_of(call, 0)
-    alive = [(bucket, kind) for bucket, kind, tensor in made if tensor() is not None]
-    assert all(kind == "whole" and bucket is buckets[-1] for bucket, kind in alive)
-    assert len(made) == 4
-    loss.backward()
-    assert len(made) > 4
+    with mock.patch.object(quantize, "dequantize_bucket", record):
+        loss = loss_of(call, 0)
+        alive = [(bucket, kind) for bucket, kind, tensor in made if tensor() is not None]
+        assert all(kind == "whole" and bucket is buckets[-1] for bucket, kind in alive)
+        assert len(made) == 4
+        loss.backward()
+        assert len(made) > 4
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -681,8 +681,11 @@ def test_reports_say_what_is_sent() -> None:
     model, call = shard(NVFP4, AOT_EAGER, module=build(CONFIGS["nvfp4"]))
     text = str(explain(call, tokens(0)[:, :-1]))
     numel = quantized(model)[0].plan.layout.numel
-    assert f"7 of 7 parameters, {numel // 16 * 9:,} B gathered in float4\n" in text
-    assert f"{numel // 16 * 9:,} B in float4_e2m1fn_x2 of {dist.get_world_size()} ranks" in text
+    assert f"7 of 7 parameters, {numel // 16 * 9:,} B gathered in float4, nvfp4, dequantized\n" in text
+    assert (
+        f"{numel // 16 * 9:,} B in uint8 of {dist.get_world_size()} ranks, dequantized to {str(quantized(model)[0].plan.compute_dtype)[6:]}"
+        in text
+    )
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.runtime.formats.extension import FORM
 from mfsdp_compile.runtime.lanes.lane import lane_at
 from mfsdp_compile.runtime.lanes.probe import travel
+from mfsdp_compile.runtime.lanes.strategies import lane_of
 from mfsdp_compile.stages import AllGather, Collective, Lane, Local, LyingStage, Scale, Spec, WrongLane
 
 RANKS = 4
@@ -359,6 +361,12 @@ call(torch.randn(2, 8)).sum().backward()
     assert bucket() is None
 
 
+@dataclass(frozen=True)
+class NoFirstStage:
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        return replace(lane, step=lane.step[1:])
+
+
 @on_ranks(2)
 def test_ranks_with_other_plugins() -> None:
     with pytest.raises(RuntimeError, match="lane of"):
@@ -367,8 +375,25 @@ def test_ranks_with_other_plugins() -> None:
 
 @on_ranks(2)
 def test_what_is_not_gathered_by_stages() -> None:
+    model, _ = make("optim_grads_params", EAGER)
+    plan = replace(model.sharded.buckets[0].plan, form=FORM, plugins=(Scrambled(),))
+    with pytest.raises(NotImplementedError, match="gathers itself"):
+        lane_of(plan, model.sharded.members.topology)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params"])
+@on_ranks(RANKS)
+def test_stacked_on_float8(strategy: str) -> None:
+    """What a plug-in wraps are the bytes that are gathered."""
     policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="gathered in float8 or float4, or gathers itself"):
-        make("optim_grads_params", EAGER, Scrambled(), mixed_precision_policy=policy)
-    model, _ = make("optim_grads_params", EAGER, InPairs(), mixed_precision_policy=policy)  # gradients are
-    model(torch.randn(6, 8)).sum().backward()
+    plain = trained(*make(strategy, EAGER, mixed_precision_policy=policy))
+    for mode in (EAGER, AOT_EAGER):
+        found = trained(*make(strategy, mode, Scrambled(), mixed_precision_policy=policy))
+        assert all(torch.equal(ours, its) for ours, its in zip(found, plain, strict=True))
+
+
+@on_ranks(2)
+def test_what_runs_for_all_buckets_stays_in_front() -> None:
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+    with pytest.raises(WrongLane, match="does not begin with"):
+        make("optim_grads_params", EAGER, NoFirstStage(), mixed_precision_policy=policy)

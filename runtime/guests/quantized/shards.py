@@ -18,15 +18,17 @@ Shards are quantized again when they have changed, like residents are gathered a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .. import compat
-from ..formats.forms import FORMS
-from ..formats.quantize import (
+from ... import compat
+from ...formats import quantize
+from ...formats.forms import FORMS
+from ...formats.quantize import (
     MX,
     NVFP4,
     SENT_DTYPE,
@@ -38,12 +40,13 @@ from ..formats.quantize import (
     sent_numel,
 )
 from .planes import PlaneShards
+from .views import Views
 
 if TYPE_CHECKING:
-    from ..geometry.bucket_plan import BucketPlan
-    from ..geometry.topology import Topology
-    from ..observers import StartsCollectives
-    from .bucket import Bucket
+    from ...geometry.bucket_plan import BucketPlan
+    from ...geometry.topology import Topology
+    from ...memory.bucket import Bucket
+    from ...observers import StartsCollectives
 
 
 class QuantizedShards:
@@ -56,8 +59,7 @@ class QuantizedShards:
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         alike: dict[tuple[bool, bool], list[Bucket]] = {}
         for bucket in buckets:
-            if bucket.plan.scaling:
-                alike.setdefault((bucket.plan.is_expert, bucket.plan.has_planes), []).append(bucket)
+            alike.setdefault((bucket.plan.is_expert, bucket.plan.has_planes), []).append(bucket)
         self._groups = [PlaneShards(group) if has_planes else _Group(group) for (_, has_planes), group in alike.items()]
 
     @property
@@ -67,28 +69,28 @@ class QuantizedShards:
     def refresh(self, coordinator: StartsCollectives) -> None:
         """Quantize all shards again if any has changed. A collective then: every rank must call it."""
         for group in self._groups:
-            if any(bucket.is_quantized_stale for bucket in group.buckets):
+            if any(bucket.is_made_stale for bucket in group.buckets):
                 group.refresh(coordinator)
 
     def forget(self) -> None:
         """Quantize again at the next use: after a failure, ranks may not agree on what is stale."""
         for bucket in self.buckets:
-            bucket.mark_quantized(stale=True)
+            bucket.mark_made(stale=True)
 
 
-class _Group:
+class _Group(Views):
     """Buckets over the same ranks, with one tensor of scales."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
-        self._counts = [bucket.scale_count for bucket in buckets]
+        self._counts = [_scale_count(bucket.plan) for bucket in buckets]
         flat = buckets[0].flat
         self._scales = torch.ones(sum(self._counts), dtype=torch.float32, device=flat.device)
         for bucket, scales in zip(buckets, self._scales.split(self._counts), strict=True):
             numel = sent_numel(bucket.flat.numel(), bucket.plan.scaling)
-            bucket.quantized = torch.zeros(numel, dtype=SENT_DTYPE, device=flat.device)
-            bucket.scales = scales
-            bucket.mark_quantized(stale=True)
+            bucket.maker, bucket.made = self, torch.zeros(numel, dtype=SENT_DTYPE, device=flat.device)
+            bucket.operands = bucket.operands._replace(scales=scales)
+            bucket.mark_made(stale=True)
 
     @property
     def _topology(self) -> Topology:
@@ -101,7 +103,7 @@ class _Group:
             if bucket.plan.scaling == MX:
                 continue
             views = bucket.views(bucket.flat.detach())
-            for values, (entries, before) in zip(views, bucket.entries_of_rows(its), strict=True):
+            for values, (entries, before) in zip(views, _entries_of_rows(bucket, its), strict=True):
                 if values.numel():
                     entries.copy_(amax(_rounded(values, bucket.plan), bucket.plan.scaling, before))
         group = self._topology.inner_gathers or self._topology.inner
@@ -109,23 +111,67 @@ class _Group:
             coordinator.start("reduce the scales of quantized parameters", group=group)
             largest = compat.wait_tensor(compat.all_reduce(largest, "max", group.name))
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
-            assert bucket.quantized is not None
-            assert bucket.scales is not None
-            bucket.mark_quantized(stale=False)
+            assert bucket.made is not None
+            scales = bucket.scales
+            assert scales is not None
+            bucket.mark_made(stale=False)
             if bucket.plan.scaling == MX:
-                bucket.quantized.copy_(quantize_mx(bucket.flat.detach()))
+                bucket.made.copy_(quantize_mx(bucket.flat.detach()))
                 continue
             if bucket.plan.scaling == NVFP4:
-                bucket.scales.copy_(matrix_scales_of(its))
-                bucket.quantized.copy_(quantize_nvfp4(bucket.flat.detach(), bucket.scaled_parts()))
+                scales.copy_(matrix_scales_of(its))
+                bucket.made.copy_(quantize_nvfp4(bucket.flat.detach(), _scaled_parts(bucket)))
                 continue
             form = FORMS[bucket.plan.form]
-            bucket.scales.copy_(form.scales_of(its))
-            views, data_views = bucket.views(bucket.flat.detach()), bucket.views(bucket.quantized)
-            for values, data, rows in zip(views, data_views, bucket.scales_per_row(bucket.scales), strict=True):
+            scales.copy_(form.scales_of(its))
+            views, data_views = bucket.views(bucket.flat.detach()), bucket.views(bucket.made)
+            for values, data, rows in zip(views, data_views, _scales_per_row(bucket), strict=True):
                 if values.numel():
                     rounded = _rounded(values, bucket.plan)
                     quantize_rows(rounded, rows, bucket.plan.scaling, form.quantize, out=data)
+
+    def own_part(self, bucket: Bucket, columns: bool) -> Tensor:
+        plan, made = bucket.plan, bucket.made
+        assert made is not None
+        if plan.stays_quantized:
+            return made
+        if plan.scaling == MX:
+            return quantize.dequantize_mx(made, plan.compute_dtype)
+        return quantize.dequantize(made, _scaled_parts(bucket), plan.compute_dtype, plan.scaling)
+
+
+def _scale_count(plan: BucketPlan) -> int:
+    """Return the number of scales of a bucket, without those that are gathered with the data."""
+    return sum(quantize.scale_count(slot.shape, plan.scaling) for slot in plan.layout.slots)
+
+
+def _entries_of_rows(bucket: Bucket, scales: Tensor) -> list[tuple[Tensor, int]]:
+    """Return what :func:`.quantize.entries_of_rows` does for this rank's rows of each parameter.
+
+    Args:
+        scales: Scales of the whole bucket, or what they are made from.
+    """
+    slots, scaling = bucket.plan.layout.slots, bucket.plan.scaling
+    wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
+    return [
+        quantize.entries_of_rows(whole, slot.row_dims, split.rows(bucket.topology.shard), scaling)
+        for whole, slot, split in zip(wholes, slots, bucket.splits, strict=True)
+    ]
+
+
+def _scales_per_row(bucket: Bucket) -> list[Tensor]:
+    """Return the scales of this rank's rows of each parameter, see :func:`.quantize.per_row`."""
+    assert bucket.scales is not None
+    return [
+        quantize.per_row(entries, place.shape[-2], bucket.plan.scaling, before) if math.prod(place.shape) else entries
+        for (entries, before), place in zip(_entries_of_rows(bucket, bucket.scales), bucket.places, strict=True)
+    ]
+
+
+def _scaled_parts(bucket: Bucket) -> list[tuple[int, tuple[int, ...], Tensor]]:
+    """Return offset in the shard, shape, and scales of this rank's rows of each parameter."""
+    scales = _scales_per_row(bucket)
+    return [(place.start, place.shape, its) for place, its in zip(bucket.places, scales, strict=True)]
 
 
 def _rounded(values: Tensor, plan: BucketPlan) -> Tensor:

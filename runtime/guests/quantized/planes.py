@@ -8,9 +8,9 @@ that are summed. So there are two planes of one weight, each with all of its ele
     columns     32 neighbors in a column share a scale      gathered in backward
 
 A bucket keeps a shard of each plane, one byte per element and 1/32 byte of scales each, and a gather sends one: the
-bytes are those of ``"mxfp8"``, with the same layout; see :mod:`..formats.quantize`. In the plane of columns, the scales
-of 32 rows take the places of the records that hold these rows, so that scales are whole and in order when a bucket has
-been gathered.
+bytes are those of ``"mxfp8"``, with the same layout; see :mod:`...formats.quantize`. In the plane of columns, the
+scales of 32 rows take the places of the records that hold these rows, so that scales are whole and in order when a
+bucket has been gathered.
 
 Shard borders may cut 32 rows. Their scales depend on values of several ranks: each rank enters the scales of its own
 values, and a maximum over ranks, one collective for all buckets, makes them whole. Only what is cut is sent.
@@ -27,14 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import compat
-from ..formats import quantize
-from ..formats.quantize import MX_BLOCK, SENT_DTYPE
-from ..geometry.layout import Slot
+from ... import compat
+from ...formats import quantize
+from ...formats.quantize import MX_BLOCK, SENT_DTYPE
+from ...geometry.layout import Slot
+from .views import Views
 
 if TYPE_CHECKING:
-    from ..observers import StartsCollectives
-    from .bucket import Bucket
+    from ...memory.bucket import Bucket
+    from ...observers import StartsCollectives
 
 
 def cut_blocks(slot: Slot, shard_numel: int) -> list[int]:
@@ -61,7 +62,7 @@ class _Rows(NamedTuple):
     """Which of these blocks shard borders cut, and the places of their scales in the collective."""
 
 
-class PlaneShards:
+class PlaneShards(Views):
     """Quantized shards of buckets over the same ranks.
 
     Args:
@@ -75,10 +76,10 @@ class PlaneShards:
         for bucket in buckets:
             numel = quantize.sent_numel(bucket.flat.numel(), quantize.MX)
             device = bucket.flat.device
-            bucket.quantized = torch.zeros(numel, dtype=SENT_DTYPE, device=device)
-            bucket.quantized_columns = torch.zeros_like(bucket.quantized)
-            bucket.scales = torch.ones(0, device=device)
-            bucket.mark_quantized(stale=True)
+            bucket.maker, bucket.made = self, torch.zeros(numel, dtype=SENT_DTYPE, device=device)
+            bucket.made_columns = torch.zeros_like(bucket.made)
+            bucket.operands = bucket.operands._replace(scales=torch.ones(0, device=device))
+            bucket.mark_made(stale=True)
             of_bucket: dict[int, dict[int, int]] = {}
             for index, slot in enumerate(bucket.plan.layout.slots):
                 cut = cut_blocks(slot, bucket.plan.layout.shard_numel)
@@ -94,8 +95,8 @@ class PlaneShards:
         work: list[tuple[Bucket, Tensor, list[_Rows]]] = []
         for bucket, cut in zip(self.buckets, self._cut, strict=True):
             values = bucket.flat.detach().to(bucket.plan.compute_dtype)
-            assert bucket.quantized is not None
-            bucket.quantized.copy_(quantize.quantize_mx(values))
+            assert bucket.made is not None
+            bucket.made.copy_(quantize.quantize_mx(values))
             data = torch.zeros(values.numel(), dtype=SENT_DTYPE, device=device)
             work.append((bucket, data, list(_rows(bucket, values, data, cut))))
         group = topology.inner_gathers or topology.inner
@@ -116,9 +117,18 @@ class PlaneShards:
                 start, its = rows.first - first, rows.exponents.flatten()
                 begin, end = max(start, 0), min(start + its.numel(), scales.numel())
                 scales[begin:end] = its[begin - start : end - start]
-            assert bucket.quantized_columns is not None
-            bucket.quantized_columns.copy_(quantize.records(data, scales))
-            bucket.mark_quantized(stale=False)
+            assert bucket.made_columns is not None
+            bucket.made_columns.copy_(quantize.records(data, scales))
+            bucket.mark_made(stale=False)
+
+    def scale_of(self, bucket: Bucket, full: Tensor, index: int) -> Tensor:
+        slot = bucket.plan.layout.slots[index]
+        return full.narrow(0, bucket.plan.layout.numel + slot.offset // MX_BLOCK, slot.numel // MX_BLOCK)
+
+    def own_part(self, bucket: Bucket, columns: bool) -> Tensor:
+        sent = bucket.made_columns if columns else bucket.made
+        assert sent is not None
+        return quantize.from_records(sent)[: bucket.flat.numel()]
 
 
 def _rows(bucket: Bucket, values: Tensor, data: Tensor, cut: dict[int, dict[int, int]]) -> Iterator[_Rows]:

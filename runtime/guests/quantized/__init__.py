@@ -1,0 +1,1 @@
+"""Buckets that are gathered in float8 or float4."""
