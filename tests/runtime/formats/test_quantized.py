@@ -680,12 +680,11 @@ def test_which_parameters_are_quantized() -> None:
 def test_reports_say_what_is_sent() -> None:
     model, call = shard(NVFP4, AOT_EAGER, module=build(CONFIGS["nvfp4"]))
     text = str(explain(call, tokens(0)[:, :-1]))
-    numel = quantized(model)[0].plan.layout.numel
-    assert f"7 of 7 parameters, {numel // 16 * 9:,} B gathered in float4, nvfp4, dequantized\n" in text
-    assert (
-        f"{numel // 16 * 9:,} B in uint8 of {dist.get_world_size()} ranks, dequantized to {str(quantized(model)[0].plan.compute_dtype)[6:]}"
-        in text
-    )
+    plan = quantized(model)[0].plan
+    sent = f"{plan.layout.numel // 16 * 9:,} B"
+    assert f"7 of 7 parameters, {sent} gathered in float4, nvfp4, dequantized\n" in text
+    ranks, dtype = f"{dist.get_world_size()} ranks", str(plan.compute_dtype).removeprefix("torch.")
+    assert f"{sent} in uint8 of {ranks}, gathered over {ranks}, dequantized to {dtype}" in text
 
 
 @pytest.mark.usefixtures("fake_world")
