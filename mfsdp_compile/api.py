@@ -6,7 +6,7 @@ Names and arguments are those of Megatron-FSDP. :mod:`.sharding` does what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
@@ -28,6 +27,9 @@ from mfsdp_compile.runtime.ranks.agreement import telling_others
 from .sharding import shard
 from .sharding_arguments import Arguments, check_flag
 from .wrapper import MegatronFSDP
+
+if TYPE_CHECKING:
+    from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 
 _ELSEWHERE = {
     "mesh": "FSDP2's mesh is device_mesh here.",

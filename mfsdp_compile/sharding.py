@@ -21,7 +21,6 @@ from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.geometry.topology import Topology
-from mfsdp_compile.runtime.guests.offload.policy import rest_of
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.lanes.rest import ON_DEVICE, Rest
 from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
@@ -139,6 +138,10 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
 
 def _resting(given: Any, module: nn.Module) -> Callable[[Unit], Rest]:
     """Return the function that says where a unit's buckets rest."""
+    if given is None:
+        return lambda unit: ON_DEVICE
+    from mfsdp_compile.runtime.guests.offload.policy import rest_of
+
     values = _by_module("offload_policy", given, module)
     of_unit = _of_unit({key: rest_of(value, "offload_policy") for key, value in values.items()})
     return lambda unit: of_unit(unit) or ON_DEVICE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 from mfsdp_compile.runtime.init.meta import InitFn, Initializer
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
@@ -23,6 +22,9 @@ from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
 from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.plan.units import UnitModules
+
+if TYPE_CHECKING:
+    from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 
 
 @dataclass(frozen=True, eq=False)

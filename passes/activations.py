@@ -41,6 +41,8 @@ from .solver.costs import CostModel
 from .solver.flow import flow_of
 from .solver.kernels import base, readers
 
+roles.saved_copies.update({OFFLOAD_SAVED: "out", FETCH_SAVED: "back", WAIT_SAVED: "wait"})
+
 
 @dataclass(frozen=True)
 class _Value:

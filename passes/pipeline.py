@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -19,7 +20,6 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from . import (
-    activations,
     announce,
     borders,
     comm_buffers,
@@ -184,7 +184,7 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     widen = [float32_gradients.apply] if context.float32_gradients else []
     early, behind = ([deliver.apply], [deliver.place]) if context.delivers_early else ([], [])
     own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
-    copies = [activations.place] if context.policy.activation_offload else []
+    copies = [_activations().place] if context.policy.activation_offload else []
     last = [borders.apply] if context.in_pieces else []
     table: dict[Phase, list[Pass]] = {
         Phase.JOINT: [reshard.apply],
@@ -298,7 +298,7 @@ def partitioned(
     if record.context.policy.activation_offload:
 
         def offload_saved(graph: fx.Graph, context: Context, _: Phase) -> Report:
-            return activations.apply(forward.graph, graph, context, user_outputs, record.costs)
+            return _activations().apply(forward.graph, graph, context, user_outputs, record.costs)
 
         record.run(Phase.JOINT, offload_saved, backward.graph)
     return forward, backward
@@ -314,6 +314,7 @@ def trial(
     reshard.apply(joint.graph, replace(context, decisions=Decisions()), Phase.JOINT)
     forward, backward = (gm.graph for gm in partition(joint))
     if context.policy.activation_offload:
+        activations = _activations()
         activations.apply(forward, backward, context, user_outputs, record.costs)
         activations.place(forward, context, Phase.FORWARD)
         activations.place(backward, context, Phase.BACKWARD)
@@ -531,3 +532,10 @@ def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: C
     if not isinstance(report, Report):
         raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
     return report
+
+
+def _activations() -> ModuleType:
+    """Return the passes that copy saved values to host memory and back, which is a guest."""
+    from . import activations
+
+    return activations

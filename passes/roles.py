@@ -278,6 +278,8 @@ _KINDS: dict[Any, NodeKind] = {
     PORTION: NodeKind.PORTION,
 }
 """Kinds of marked nodes that follow from their operators alone."""
+saved_copies: dict[Any, str] = {}
+"""Operators of copies of saved values, as their pass registers them: ``"out"``, ``"back"`` or ``"wait"``."""
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, region_of, role_of
@@ -340,9 +339,10 @@ class _Reader:
             category, bucket = Category.GRADIENTS, kernel.finishes
         if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_unstored(node)):
             size = 0
-        if node.target in (OFFLOAD_SAVED, roles.DELIVER):  # in host memory, or without memory
+        copied = roles.saved_copies.get(node.target)
+        if copied == "out" or node.target is roles.DELIVER:  # in host memory, or without memory
             size = 0
-        if node.target is FETCH_SAVED:
+        if copied == "back":
             category = Category.SAVED
         begin = self.place[node]
         if node.target is _PACK and self.costs.fused:
@@ -452,10 +452,10 @@ class _Reader:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def _copies(self) -> Iterator[SavedCopy]:
-        for wait in self.graph.find_nodes(op="call_function", target=WAIT_SAVED):
+        for wait in [node for node in self.graph.nodes if roles.saved_copies.get(node.target) == "wait"]:
             start = wait.all_input_nodes[0]
             size = value_bytes(start)
-            outward = start.target is OFFLOAD_SAVED
+            outward = roles.saved_copies[start.target] == "out"
             yield SavedCopy(outward, self.place[start], self.place[wait], size, self.costs.host_copy(size))
 
     def _collectives(self) -> Iterator[Placed]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 
 from .. import roles
 from ..context import NodeKind, role_of
@@ -171,6 +170,8 @@ def is_compute(node: fx.Node) -> bool:
     role = role_of(node)
     if role is not None and role.kind is not NodeKind.PORTION:
         return False
+    if node.target in roles.saved_copies:
+        return False
     return node.target not in _NOTHING and not isinstance(node.target, type(len))
 
 
@@ -178,9 +179,6 @@ _NOTHING = (
     torch.ops._c10d_functional.wait_tensor.default,
     torch.ops.mfsdp.begin.default,
     roles.DELIVER,
-    OFFLOAD_SAVED,
-    FETCH_SAVED,
-    WAIT_SAVED,
 )
 
 
