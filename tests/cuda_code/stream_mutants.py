@@ -168,6 +168,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
     """Context in which the functions that a mutant changes are those of the changed source, wherever they are held."""
     import fake_gpu
 
+    from mfsdp_compile.runtime.lanes import lane
+
     file, text = Change(mutant.file, mutant.old, mutant.new).apply()
     module = importlib.import_module(f"mfsdp_compile.{_import_name(file)}")
     path = ROOT / file
@@ -175,6 +177,9 @@ def applied(mutant: Mutant) -> Iterator[None]:
     changed = _changed(ast.parse(fake_gpu.words(plain)), ast.parse(fake_gpu.words(text)))
     assert changed, "the mutant changes no function"
     with contextlib.ExitStack() as stack:
+        for forget in (lane._own_lanes.clear, lane._lanes.clear):  # lanes keep methods of their stages
+            forget()
+            stack.callback(forget)
         for owner, function in changed:
             holder = module if owner is None else getattr(module, owner)
             made: dict[str, Any] = {}

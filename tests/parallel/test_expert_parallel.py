@@ -1020,7 +1020,7 @@ def test_quantized_gathers(scaling: str) -> None:
     others = collectives(lambda: losses.append(loss_of(plain, batch).detach()))
     assert counts["all_reduce"] == others["all_reduce"] + (2 if scaling != "mxfp8" else 0)
     assert 0 < (losses[0] - losses[1]).abs() < 0.05 * losses[1]
-    stacked = [b for b in model.sharded.buckets if b.quantized is not None and b.plan.is_expert]
+    stacked = [b for b in model.sharded.buckets if b.made is not None and b.plan.is_expert]
     shapes = [slot.shape for bucket in stacked for slot in bucket.plan.layout.slots]
     assert {len(shape) for shape in shapes} == {3}
     per_matrix = {

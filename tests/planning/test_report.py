@@ -63,7 +63,7 @@ from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.lanes.lane import Lane
-from mfsdp_compile.runtime.lanes.plain import AllGather
+from mfsdp_compile.runtime.lanes.plain import AllGather, Cast
 from mfsdp_compile.runtime.lanes.stage import Spec
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.untrusted_files import new_file
@@ -82,7 +82,7 @@ def bucket(unit: str, width: int, ranks: int = 8) -> BucketInfo:
     specs = [ParamSpec(prefix + name, shape) for name, shape in zip(names, shapes, strict=True)]
     (layout,) = plan_layouts(specs, 2, ranks)
     whole, packed = (Spec(layout.numel, dtype) for dtype in (torch.bfloat16, torch.float32))
-    gathers = (AllGather(Group("g", ranks, 0)),)
+    gathers = (Cast(torch.bfloat16), AllGather(Group("g", ranks, 0)))
     lane = Lane(Spec(layout.shard_numel, torch.float32), whole, packed, use=gathers)
     exchange = Exchange([], [], [], lane.key)
     return BucketInfo(unit or "root", unit, layout, exchange, 2 * layout.numel, trainable=True)
