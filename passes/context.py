@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.geometry.exchange import Exchange, Overlap
+from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from mfsdp_compile.runtime.schedule.decisions import Decisions
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -43,9 +44,6 @@ class BucketInfo:
         trainable: Whether the bucket has gradients.
         has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
             tensor in addition to the shard.
-        main_dtype: Dtype of the shard.
-        resident_bytes: Bytes that stay gathered between uses; 0 for none.
-        resident_rings: Size and stride of each group that the resident is gathered over, once per optimizer step.
         portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
             backward. They are neighboring ranks out of those that forward gathers over. 0 and "" for none.
         releases_resident: Whether the bucket has memory of its own, which is released at the end of each step.
@@ -61,9 +59,6 @@ class BucketInfo:
     gathered_bytes: int
     trainable: bool
     has_resident: bool = False
-    main_dtype: torch.dtype = torch.float32
-    resident_bytes: int = 0
-    resident_rings: tuple[tuple[int, int], ...] = ()
     portion_size: int = 0
     portion_group: str = ""
     releases_resident: bool = False
@@ -78,15 +73,30 @@ class BucketInfo:
         """
         return (
             f"{self.layout.signature}:{self.exchange[3:]}:{self.gathered_bytes}:{self.trainable}:"
-            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:"
-            f"{self.resident_bytes}:{self.resident_rings}:{self.portion_size}:"
-            f"{self.portion_group}:{self.releases_resident}:{self.stays}"
+            f"{self.has_resident}:{self.has_token}:"
+            f"{self.portion_size}:{self.portion_group}:{self.releases_resident}:{self.stays}"
         )
 
     @property
     def has_token(self) -> bool:
         """Whether the graph takes a token that says which bucket it is: for a sum that waits, or for stages' state."""
         return self.exchange.lane.has_token(self.trainable)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Dtype of the shard."""
+        return self.exchange.lane.shard.dtype
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that stay between uses, of what is made of the shard; 0 for none."""
+        lane = self.exchange.lane
+        return lane.spec("use").bytes if lane.step else 0
+
+    @property
+    def resident_groups(self) -> list[Group]:
+        """The groups that the resident is gathered over, once per optimizer step."""
+        return [stage.group for stage in self.exchange.lane.step if stage.group is not None]
 
     @property
     def gather_stride(self) -> int:

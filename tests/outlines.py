@@ -72,10 +72,10 @@ def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any
             Dequantize(sizes, ndims, (0,), torch.float32, scaling),
         )
         lane = replace(lane, step=(quantize_,), use=(*lane.use, decode))
-        changes |= {"has_resident": True, "resident_bytes": lane.spec("use").bytes}
+        changes["has_resident"] = True
     if (rest := changes.pop("rest", None)) is not None:
         lane = rest.around(lane, "cuda")
-        changes |= {"has_resident": bool(lane.step), "resident_bytes": lane.spec("use").bytes if lane.step else 0}
+        changes["has_resident"] = bool(lane.step)
     exchange = Exchange([numel], [1], [0], lane.key)
     of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
     info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)

@@ -17,8 +17,6 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
             of that size: the ranks that forwards gather over.
     """
     portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
-    residents, lane = topology.resident_groups, plan.lane(topology)
-    resident_bytes = plan.layout.shard_numel * topology.resident_shards * plan.held_dtype.itemsize
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
@@ -26,10 +24,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         exchange=plan.exchange(topology),
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
-        has_resident=bool(lane.step),
-        main_dtype=plan.main_dtype,
-        resident_bytes=lane.spec("use").bytes if lane.step and plan.travels_plainly else resident_bytes,
-        resident_rings=tuple((group.size, group.stride) for group in residents),
+        has_resident=bool(plan.lane(topology).step),
         portion_size=portion.size if portion is not None else 0,
         portion_group=portion.name if portion is not None else "",
         releases_resident=topology.releases_resident,
@@ -45,9 +40,7 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     takes the packed gradient.
     """
     exchange = plan.exchange(topology)
-    alone = exchange._replace(
-        lane_key=exchange.lane.packing.key,
-    )
+    alone = exchange._replace(lane_key=exchange.lane.packing.key)
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
@@ -56,7 +49,6 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
         has_resident=True,
-        main_dtype=plan.comm_dtype,
         grad_dtype=plan.grad_dtype,
     )
 

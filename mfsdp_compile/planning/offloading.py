@@ -80,12 +80,6 @@ def offload(buckets: Sequence[BucketInfo], units: OffloadedUnits) -> list[Bucket
         if _module_of(info) in offloaded:
             rest = HostMemory(optimizer_only=_module_of(info) not in fetched)
             lane = rest.around(info.exchange.lane, "cuda")
-            made = 0 if info.has_resident or not lane.step else lane.spec("use").bytes
-            info = replace(
-                info,
-                exchange=info.exchange._replace(lane_key=lane.key),
-                has_resident=bool(lane.step),
-                resident_bytes=info.resident_bytes + made,
-            )
+            info = replace(info, exchange=info.exchange._replace(lane_key=lane.key), has_resident=bool(lane.step))
         found.append(info)
     return found

@@ -437,11 +437,12 @@ class _Clock:
 
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
-            if info.resident_rings:
+            if info.resident_groups:
                 seconds, nbytes = 0.0, info.resident_bytes
-                for size, stride in reversed(info.resident_rings):
-                    seconds += collective_seconds("all_gather", nbytes, Ring(size, stride), self.costs.hardware)
-                    nbytes //= size
+                for group in reversed(info.resident_groups):
+                    ring = Ring(group.size, group.stride)
+                    seconds += collective_seconds("all_gather", nbytes, ring, self.costs.hardware)
+                    nbytes //= group.size
                 self.work(Stage.FORWARD, info.unit, self.costs.cast(info))
                 collective = Collective("gather", number, 0, 0.0, seconds, "residents")
                 self.residents[number] = self.launch(collective, Stage.FORWARD, "")

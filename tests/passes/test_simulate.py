@@ -270,9 +270,8 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
         "step": (AllGather(Group("residents", RANKS, 0)),),
         "use": (),
         "has_resident": True,
-        "resident_rings": ((RANKS, 1),),
     }
-    infos = [bucket(name, 10**6, resident_bytes=4 * 10**6, **whole) for name in "ab"]
+    infos = [bucket(name, 10**6, **whole) for name in "ab"]
     each = collective_seconds("all_gather", 4 * 10**6, Ring(RANKS), MACHINE)
     computed = each / 4
     found = run(Enter(0), Compute(computed, 0.0), Enter(1), Compute(1.0, 0.0), of=context(infos))

@@ -327,7 +327,7 @@ def test_hsdp_reduces_twice_and_its_outer_ring_spans_nodes() -> None:
     assert (hsdp.gather_stride, [group.stride for group in hsdp.exchange.lane.groups]) == (1, [1, 8])
     hfsdp = problem_of(job, traced, Candidate(ZERO3, 8, 4, True)).context.buckets[1]
     assert stages(hfsdp.exchange.lane) == ["ReduceScatter", "ReduceScatter"]
-    assert [size for size, _ in hfsdp.resident_rings] == [4]
+    assert [group.size for group in hfsdp.resident_groups] == [4]
     assert hfsdp.layout.shard_numel < hsdp.layout.shard_numel
 
 
