@@ -256,7 +256,7 @@ class FlatShard:
         """
         resident = self.hold_resident()
         self.await_resident()
-        begun, step, groups = self.made is not None, self.lane.step, self.topology.resident_groups
+        begun, step, groups = int(self.made is not None), self.lane.step, self.topology.resident_groups
         shard = self.flat.detach() if self.made is None else self.made
         first = next((index for index, stage in enumerate(step) if stage.flies), len(step))
         if self.made_columns is not None and groups:
