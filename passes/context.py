@@ -132,9 +132,9 @@ class BucketInfo:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of what a joint stage makes of the shard, besides what stays; 0 if there is none."""
+        """Bytes of what a joint stage makes of the shard, if it is not what stays."""
         lane = self.exchange.lane
-        return lane.spec("step", 1).bytes if lane.is_joint and not lane.has_local_copy else 0
+        return lane.spec("step", 1).bytes if lane.is_joint and len(lane.step) > 1 else 0
 
     @property
     def decodes(self) -> bool:

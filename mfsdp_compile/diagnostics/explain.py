@@ -161,7 +161,7 @@ def _host(sharded: ShardedModel) -> str:
     infos = [bucket_info(bucket.plan, bucket.topology) for bucket in sharded.buckets]
     if not (held := host_memory(infos, OptimizerCost(state_bytes=0))):
         return ""
-    copies = sum(info.resident_bytes for info in infos if info.exchange.lane.has_local_copy)
+    copies = sum(info.resident_bytes for info in infos if info.rests_in_host_memory and not info.resident_groups)
     more = f"; the device keeps copies of shards, {bytes_text(copies)}" if copies else ""
     return f"{host_text(held)} per rank, and the optimizer's state{more}"
 

@@ -197,7 +197,7 @@ def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measuremen
     Raises:
         RuntimeError: If the measured collectives are not the predicted ones.
     """
-    residents = sum(info.resident_bytes > 0 for info in context.buckets)  # started by the runtime, before the graphs
+    residents = sum(bool(info.resident_groups) for info in context.buckets)  # started by the runtime, before the graphs
     starts = timeline.exposures[residents:]
     expected = [(f"{e.stage.value} graph", e.what, e.name) for e in starts]
     end = timeline.seconds - sum(s for (stage, _), s in timeline.units.items() if stage is Stage.OPTIMIZER)

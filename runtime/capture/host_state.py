@@ -32,8 +32,8 @@ class _BucketState:
         total: The deferred sum.
         kept: Whether the last gradient was deferred.
         provisional, used_now, clean: See :class:`.Bucket`.
-        stale: Whether the resident must be gathered before it is used.
-        made_stale: Whether the shard must be quantized before it is gathered.
+        stale: Whether the resident must be made again before it is used.
+        made_stale: Whether joint stages must run again before the bucket is used.
         shows_total: Whether gradients still show the sum in another dtype, which more is added to. Otherwise something
             has written to them, and the sum is what they show.
     """

@@ -304,8 +304,7 @@ class Gathering:
             state.full = state.sent.packed
         else:
             with compat.below_autograd():
-                source = bucket.source().to(bucket.device, bucket.plan.held_dtype)
-                state.full = bucket.lane.travel("use", source, bucket.operands)
+                state.full = bucket.lane.travel("use", bucket.source(), bucket.operands)
         if bucket.extension is not None:
             assert state.sent is not None
             with torch.no_grad():

@@ -72,7 +72,7 @@ class Form:
         wrapper_of: Maps a parameter as it was when the model was sharded, and the modules that hold it, to its wrapper.
             None: modules get views of the gathered bucket.
         casts: Whether values are rounded to the compute dtype first. Otherwise, they are quantized from the main dtype.
-        planes: Whether modules get one plane in forward and another in backward; see :mod:`.memory.planes`.
+        planes: Whether modules get one plane in forward and another in backward; see :mod:`..guests.quantized.planes`.
     """
 
     scales_of: Callable[[Tensor], Tensor]

@@ -169,7 +169,7 @@ class BucketPlan:
 
     @functools.cached_property
     def has_planes(self) -> bool:
-        """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
+        """Whether modules get one plane of the bucket in forward and another in backward."""
         return not self.is_extension and forms.FORMS[self.form].planes
 
     @functools.cached_property

@@ -45,6 +45,8 @@ def _problem(lane: Lane, plain: Lane) -> str | None:
                 return f"the repr of {type(stage).__name__} leaves out {hidden}: compiled code is told apart by it."
             if (stage.inlined or stage.call(Spec(0, lane.shard.dtype)) is not None) and not is_own(stage):
                 return f"{stage.text!r} is inlined in graphs, or has an operator there. Only plain stages may."
+            if (stage.joint or stage.takes_scales) and not is_own(stage):
+                return f"{stage.text!r} is joint or takes scales, which only stages of this package may."
     if not all(is_plain(stage) for stage in lane.pack):
         return "part 'pack' has stages that are not plain. Put them at the beginning of 'each' or 'due'."
     if (lane.shard, lane.whole, lane.packed) != (plain.shard, plain.whole, plain.packed):

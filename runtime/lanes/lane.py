@@ -242,7 +242,7 @@ class Lane:
 
     @functools.cached_property
     def has_local_copy(self) -> bool:
-        """Whether this rank makes what stays between uses alone, without a gather."""
+        """Whether a part of this rank alone stays between uses: ``step`` has no gather."""
         return bool(self.step) and not any(stage.flies for stage in self.step)
 
     @property

@@ -283,7 +283,8 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.topology = topology
         self.exchange, before = plan.exchange(self.topology), self.lane
         self.lane = plan.lane(self.topology)
-        if self.resident is not None and before.has_local_copy and self.lane.step != before.step:
+        in_part = before.has_local_copy or self.lane.has_local_copy
+        if in_part and self.resident is not None and self.lane.step != before.step:  # they differ in size
             self._drop_resident()
         vars(self).pop("_is_gathered_by_gloo", None)
         self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
@@ -403,7 +404,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             for view, split, spec in zip(self.views(flat), self.splits, specs, strict=True)
         ]
 
-    # -- quantized shards ---------------------------------------------------------------------------------------------
+    # -- whole parameters ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_shards(self, rows: Mapping[int, Tensor] | None = None, what: str = "all parameters") -> list[Tensor]:

@@ -132,7 +132,7 @@ class FlatShard:
         """What the bucket has for its stages besides what travels."""
         self._watched = -1, ""  # version of the shard, and a digest of the values
         if self.has_resident and not (self.topology.releases_resident or self.lane.is_joint):
-            resident = torch.empty(self._resident_numel, dtype=plan.held_dtype, device=self.device)
+            resident = self._new_resident()
             # Local stages make something else of the shard.
             if plan.main_dtype == plan.held_dtype and all(isinstance(stage, AllGather) for stage in self.lane.step):
                 mine = self._parts_of(resident)[0]
@@ -176,15 +176,16 @@ class FlatShard:
 
     @property
     def has_resident(self) -> bool:
-        """Whether a gathered tensor stays between uses, even if only within a step."""
+        """Whether what ``step`` makes stays between uses, even if only within a step."""
         return bool(self.lane.step)
 
-    @property
-    def _resident_numel(self) -> int:
-        """Elements of the resident; of one that is quantized, those that its forms have."""
-        if not self.plan.travels_plainly:
-            return self.flat.numel() * self.topology.resident_shards
-        return self.lane.spec("use").numel
+    def _new_resident(self) -> Tensor:
+        """Return memory for what ``step`` makes, or for both of two planes."""
+        numel, dtype, _ = self.lane.spec("use")
+        if self.plan.has_planes:
+            numel = 2 * self.plan.held_numel
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written to later
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     @property
     def is_used_at_rest(self) -> bool:
@@ -218,11 +219,10 @@ class FlatShard:
 
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
-        if self.resident is None and self.made is not None and self.lane.has_local_copy:
+        if self.resident is None and self.made is not None and len(self.lane.step) == 1:
             self._hold(self.made)
         elif self.resident is None:
-            numel = 2 * self.plan.held_numel if self.plan.has_planes else self._resident_numel
-            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
+            self._hold(self._new_resident())
         assert self.resident is not None
         return self.resident
 
@@ -360,7 +360,7 @@ class FlatShard:
         return self.made is not None and self._made_of != self.flat._version
 
     def mark_made(self, stale: bool) -> None:
-        """Set whether the guest must make it again before the bucket is gathered."""
+        """Set whether the guest must make it again before the bucket is used."""
         self._made_of = -1 if stale else self.flat._version
 
     def of_maker(self) -> list[Tensor]:

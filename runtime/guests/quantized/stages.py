@@ -1,9 +1,8 @@
 """Gathers in float8 and float4, as stages.
 
-    strategy       step                            use
-    1, 2           quantize, all_gather, dequantize
-    3                quantize                      all_gather, dequantize
-    HFSDP          quantize, all_gather outer      all_gather inner, dequantize
+    step                                    use
+    quantize                                all_gather, dequantize
+    quantize, all_gather, dequantize                                  while parameters stay gathered (keep_gathered)
 
 Modules that take bytes as they were gathered (:mod:`...formats.forms`) need no dequantize.
 """

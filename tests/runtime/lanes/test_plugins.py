@@ -18,9 +18,10 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
 from strangers import STRANGERS, GatherChanges, InPairs, Scrambled, Times
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime.formats.extension import FORM
 from mfsdp_compile.runtime.lanes.lane import lane_at
@@ -229,6 +230,13 @@ class Put:
 
 
 BACK = ("each", "due")
+
+
+@dataclass(frozen=True)
+class Joint(Local):
+    joint = True
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "another order": (Put(lambda s: (Swapped(s.group),)), LyingStage, "gathers something else.*off by"),
     "rounds": (Put(lambda s: (Rounded(), s)), LyingStage, "gathers something else"),
@@ -242,6 +250,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "sums nothing": (Put(lambda s: (), BACK), WrongLane, "adds what is on ranks|the gradient of the shard is"),
     "no lane": (lambda lane, ranks: None, WrongLane, "returned NoneType"),
     "no stage": (Put(lambda s: (s, "x")), WrongLane, "which is no stage"),
+    "joint": (Put(lambda s: (Joint(), s)), WrongLane, "is joint or takes scales"),
     "scales": (Put(lambda s: (s, Scale(2.0)), BACK), WrongLane, "scales gradients by"),
 }
 
@@ -390,6 +399,57 @@ def test_stacked_on_float8(strategy: str) -> None:
     for mode in (EAGER, AOT_EAGER):
         found = trained(*make(strategy, mode, Scrambled(), mixed_precision_policy=policy))
         assert all(torch.equal(ours, its) for ours, its in zip(found, plain, strict=True))
+
+
+@dataclass(frozen=True)
+class ToBytes(Local):
+    def out(self, spec: Spec) -> Spec:
+        return Spec(spec.bytes, torch.uint8)
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return ~x.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class FromBytes(Local):
+    dtype: torch.dtype
+
+    def out(self, spec: Spec) -> Spec:
+        return Spec(spec.numel // self.dtype.itemsize, self.dtype)
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return (~x).view(self.dtype)
+
+
+@dataclass(frozen=True)
+class OncePerStep:
+    """Encodes a shard after it has changed, and decodes it before each use."""
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        dtype = lane.spec("use").dtype
+        return replace(lane, step=(*lane.step, ToBytes()), use=(FromBytes(dtype), *lane.use))
+
+
+IN_FLOAT8 = {"mixed_precision_policy": MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "float8": IN_FLOAT8,
+    "optimizer offload": {"offload_policy": OptimizerOffloadPolicy()},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_what_is_made_once_per_step(way: str, strategy: str) -> None:
+    if strategy == "optim" and way in ("float8", "offload"):
+        return  # they are refused: nothing is gathered at each use
+    plain = trained(*make(strategy, EAGER, **WAYS[way]))
+    for mode in (EAGER, AOT_EAGER):
+        found = trained(*make(strategy, mode, OncePerStep(), **WAYS[way]))
+        assert all(torch.equal(ours, its) for ours, its in zip(found, plain, strict=True)), mode
 
 
 @on_ranks(2)
