@@ -131,10 +131,11 @@ class FlatShard:
         self.operands = Operands()
         """What the bucket has for its stages besides what travels."""
         self._watched = -1, ""  # version of the shard, and a digest of the values
-        if self.has_resident and not (self.topology.releases_resident or self.lane.is_joint):
+        lane, stays = self.lane, not self.topology.releases_resident
+        if self.has_resident and stays and not (lane.is_joint or lane.has_local_copy):  # which refer to other memory
             resident = self._new_resident()
             # Local stages make something else of the shard.
-            if plan.main_dtype == plan.held_dtype and all(isinstance(stage, AllGather) for stage in self.lane.step):
+            if plan.main_dtype == plan.held_dtype and all(isinstance(stage, AllGather) for stage in lane.step):
                 mine = self._parts_of(resident)[0]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -66,6 +67,23 @@ def trained(
         scaler.update()
         optimizer.zero_grad()
     return found + [param.detach().to_local().clone() for param in sharded.parameters()]
+
+
+@on_ranks(2)
+def test_copies_are_freed_while_parameters_stay_gathered() -> None:
+    """They are no tensors of inference mode afterwards."""
+    data = batches(1)[0, dist.get_rank()]
+    model, _ = shard(build(zoo.Plain), EAGER, sharding=OFFLOADED)
+    model(data).backward()
+    copies = [weakref.ref(bucket.resident) for bucket in model.sharded.buckets]
+    with torch.inference_mode():
+        model.set_accumulation(keep_gathered=True)
+        assert not any(copy() is not None for copy in copies)
+        model.set_accumulation()
+        model.sharded.refresh()
+    assert not any(bucket.resident.is_inference() for bucket in model.sharded.buckets)
+    model.zero_grad()
+    model(data).backward()
 
 
 @pytest.mark.long
