@@ -40,7 +40,8 @@ def awaited_before_use(found: Analysis, _: Contract | None) -> Findings:
             value, numel = tensor_of(whole.node), found.info(bucket).layout.numel
             partial = value is not None and value.numel() != numel
             kept = found.phase is Phase.BACKWARD and bool(exchange.gather_group)
-            if partial or (not kept and (exchange.gather_group or found.info(bucket).has_resident)):
+            is_awaited = found.info(bucket).has_resident and not exchange.lane.has_local_copy
+            if partial or (not kept and (exchange.gather_group or is_awaited)):
                 yield f"views are taken of {whole.node} itself", whole.node, bucket
             continue
         for node in landing(whole):
@@ -60,7 +61,8 @@ def awaited_before_use(found: Analysis, _: Contract | None) -> Findings:
             continue
         if role.kind is NodeKind.SHELL:
             yield "a shell is left in the graph", node, role.bucket
-        if role.kind is NodeKind.SHARD and found.info(role.bucket).has_resident:
+        info = found.info(role.bucket)
+        if role.kind is NodeKind.SHARD and info.has_resident and not info.exchange.lane.has_local_copy:
             for user in node.users:
                 if roles.is_view(user) and user not in found.whole_of:
                     yield f"{user} reads what stays gathered unawaited", user, role.bucket
