@@ -220,10 +220,9 @@ class FlatShard:
 
     def hold_resident(self) -> Tensor:
         """Return the resident; allocate it if it was released."""
-        if self.resident is None and self.made is not None and len(self.lane.step) == 1:
-            self._hold(self.made)
-        elif self.resident is None:
-            self._hold(self._new_resident())
+        if self.resident is None:
+            own = self.made if len(self.lane.step) == 1 else None
+            self._hold(own if own is not None else self._new_resident())
         assert self.resident is not None
         return self.resident
 
