@@ -457,3 +457,24 @@ def test_what_runs_for_all_buckets_stays_in_front() -> None:
     policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
     with pytest.raises(WrongLane, match="does not begin with"):
         make("optim_grads_params", EAGER, NoFirstStage(), mixed_precision_policy=policy)
+
+
+SUMS = {"grad_sum_dtype": torch.float32, "grad_comm_dtype": torch.int8}
+STACKS: dict[str, dict[str, Any]] = {
+    "float8": {"mixed_precision_policy": MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, **SUMS)},
+    "host memory": {
+        "mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, **SUMS),
+        "offload_policy": OptimizerOffloadPolicy(),
+    },
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@on_ranks(RANKS)
+def test_stacked_on_guests(stack: str) -> None:
+    """HSDP with gathers in float8 or from host memory, gradients in 8 bits and communication buffers, and a plug-in."""
+    options = STACKS[stack] | {"fsdp_double_buffer": True}
+    plain = trained(*make("HSDP optim_grads_params", EAGER, **options))
+    for mode in (EAGER, AOT_EAGER):
+        found = trained(*make("HSDP optim_grads_params", mode, Scrambled(), **options))
+        assert all(torch.equal(ours, its) for ours, its in zip(found, plain, strict=True)), mode
