@@ -17,14 +17,15 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
             of that size: the ranks that forwards gather over.
     """
     portion, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
+    exchange = plan.exchange(topology)
     return BucketInfo(
         name=plan.name,
         unit=plan.unit,
         layout=plan.layout,
-        exchange=plan.exchange(topology),
+        exchange=exchange,
         gathered_bytes=plan.gathered_bytes,
         trainable=plan.requires_grad,
-        has_resident=bool(plan.lane(topology).step),
+        has_resident=bool(exchange.lane.step),
         portion_size=portion.size if portion is not None else 0,
         portion_group=portion.name if portion is not None else "",
         releases_resident=topology.releases_resident,

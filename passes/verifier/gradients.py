@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.lanes.lane import is_opaque
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
 from ..context import role_of
 from ..deliver import bucket_at_rest, readers_at_rest
 from .analysis import Analysis, Findings, ReductionFlow, tensor_of
+from .collectives import other_waits
 from .contract import Contract, Gradient, gradients_of, packed
 
 _aten = torch.ops.aten
@@ -133,10 +133,8 @@ def scaled_right(found: Analysis, contract: Contract | None) -> Findings:
             if role is not None and role.bucket != bucket:
                 yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket
         for launch, flight in zip(reduction.stages, lane.reduction, strict=False):
-            for wait in launch.waits:
-                place = (lane.key, flight.part, flight.index) if is_opaque(flight.stage) else None
-                if (got := roles.place_of(wait)) != place:
-                    yield f"stage {flight.index} of {flight.part!r} is awaited as {got}, not {place}", wait, bucket
+            what = f"stage {flight.index} of {flight.part!r}"
+            yield from other_waits(what, launch, lane, flight.part, flight.index)
         for _, after in reduction.returned:
             yield from _factors(found, reduction, after)
         names = {gradient.name for gradient in _expected(contract, bucket).values()}

@@ -15,7 +15,6 @@ properties of :class:`Topology`, which come from the :class:`~.placements.Placem
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -185,11 +184,6 @@ class Topology:
         if self.over_inner.gathers_once or self.releases_resident:
             return (*outer, self.inner_gathers or self.inner)
         return outer
-
-    @functools.cached_property
-    def resident_shards(self) -> int:
-        """Number of shards that stay gathered between uses; 0 if only this rank's does."""
-        return math.prod(group.size for group in self.resident_groups) if self.resident_groups else 0
 
     @functools.cached_property
     def releases_resident(self) -> bool:

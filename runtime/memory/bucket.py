@@ -282,7 +282,7 @@ class Bucket(FlatShard, Owned[BucketOwner]):
             self.let_go()
             self.topology = topology
         self.exchange, before = plan.exchange(self.topology), self.lane
-        self.lane = plan.lane(self.topology)
+        self.lane = self.exchange.lane
         in_part = before.has_local_copy or self.lane.has_local_copy
         if in_part and self.resident is not None and self.lane.step != before.step:  # they differ in size
             self._drop_resident()
