@@ -268,6 +268,7 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
     # Compile caches would skip the passes that tests check. Compiled C++ is still shared, because its cache key is the
     # source.
     functorch_config.enable_autograd_cache = False
+    functorch_config.error_on_custom_op_aliasing = True  # elsewhere a warning
     inductor_config.fx_graph_cache = False
     used = 0.0  # the startup time counts for the first test
     while True:

@@ -254,8 +254,6 @@ class Analysis:
                 start, stop = 0, math.inf  # the view may reorder elements
             elif written := _written(node):
                 source = written[0]
-            elif node.target in (roles.WAIT_STAGE, roles.RUN_STAGE):  # which may return what they are given
-                start, stop = 0, math.inf
             elif node.target is not WAIT:
                 break
             if source is None:

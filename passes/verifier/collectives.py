@@ -58,7 +58,7 @@ def one_order(found: Analysis, contract: Contract | None) -> Findings:
 def _flight(launch: CollectiveNode, lane: Lane) -> Findings:
     """Check that a gather starts and awaits the stage of the lane that flies."""
     assert lane.gather is not None
-    place = _place(lane, "use", lane.gather)
+    place = (lane.key, "use", lane.gather) if is_opaque(lane.use[lane.gather]) else None
     if (got := roles.place_of(launch.node)) != place:
         yield f"it is gathered by stage {got}, not {place}", launch.node, launch.bucket
     yield from other_waits("its gather", launch, lane, "use", lane.gather)
@@ -66,15 +66,10 @@ def _flight(launch: CollectiveNode, lane: Lane) -> Findings:
 
 def other_waits(what: str, launch: CollectiveNode, lane: Lane, part: str, index: int) -> Findings:
     """Check that a collective is awaited as the stage of the lane that it is."""
-    place = _place(lane, part, index)
+    place = (lane.key, part, index) if lane.has_wait((part, index)) else None
     for wait in launch.waits:
         if (got := roles.place_of(wait)) != place:
             yield f"{what} is awaited as {got}, not {place}", wait, launch.bucket
-
-
-def _place(lane: Lane, part: str, index: int) -> tuple[str, str, int] | None:
-    """Return what nodes say of the place of a stage; None if they have operators of their own."""
-    return (lane.key, part, index) if is_opaque(lane[part][index]) else None
 
 
 def started(node: fx.Node) -> Call:

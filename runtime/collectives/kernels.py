@@ -73,7 +73,7 @@ def _run_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int
 @torch.library.impl(library, "start_stage", "CompositeExplicitAutograd")
 def _start_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
     way = lane_at(lane)
-    return running.start(way, part, index, x, state_of(way, part, index, token))
+    return running.apart(running.start(way, part, index, x, state_of(way, part, index, token)), x)
 
 
 @torch.library.impl(library, "wait_stage", "CompositeExplicitAutograd")
@@ -84,11 +84,14 @@ def _wait_stage(flying: Tensor, token: Tensor | None, lane: str, part: str, inde
 def _unless_skipped(
     how: Callable[..., Tensor], x: Tensor, token: Tensor | None, lane: str, part: str, index: int
 ) -> Tensor:
-    """Run or await a stage. Return zeros if it is skipped."""
+    """Run or await a stage. Return zeros if it is skipped.
+
+    A graph takes what an operator returns for other memory than what it is given.
+    """
     way = lane_at(lane)
     if _is_skipped(token, part):
         return like(x, way.spec(part, index + 1)).zero_()
-    return how(way, part, index, x, state_of(way, part, index, token))
+    return running.apart(how(way, part, index, x, state_of(way, part, index, token)), x)
 
 
 def _is_skipped(token: Tensor | None, part: str) -> bool:
@@ -108,4 +111,4 @@ def _reduce_if_due(gradient: Tensor, token: Tensor, lane: str, part: str, index:
         to_reduce = None
     if to_reduce is None:
         return like(gradient, way.flight_spec(part, index)).zero_()
-    return start_flight(way, flight, to_reduce, token)
+    return running.apart(start_flight(way, flight, to_reduce, token), gradient)

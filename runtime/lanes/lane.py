@@ -348,12 +348,18 @@ class Lane:
             landed: Tensor = operators.wait_stage(x, operands.token if is_told else None, *at)
             return landed
 
-        wait = None if is_known else await_stage
+        wait = await_stage if self.has_wait(place) else None
         if part == "due" or (self.inspected and is_first):
             return lambda x, operands: operators.reduce_if_due(x, operands.token, *at), wait
         if is_known:
             return cast(Run, stage.start), wait  # takes no notice of a state
         return lambda x, operands: operators.start_stage(x, operands.token if is_told else None, *at), wait
+
+    def has_wait(self, place: Place) -> bool:
+        """Whether graphs await a stage by its place, and not with ``wait_tensor``."""
+        part, index = place
+        lands_in_flight = self.flight_spec(part, index) == self.spec(part, index + 1)
+        return is_opaque(self[part][index]) and not (type(self[part][index]).wait is Stage.wait and lands_in_flight)
 
     def local_call(self, part: str, index: int) -> Call:
         """Return the operator of a local stage in graphs, and its arguments."""

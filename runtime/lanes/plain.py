@@ -54,15 +54,8 @@ class Trim(Local):
         return x[: self.numel]
 
 
-class _FromBackend(Collective):
-    """A functional collective of torch, whose result ``wait_tensor`` awaits."""
-
-    def wait(self, flying: Tensor, state: State) -> Tensor:
-        return compat.wait_tensor(flying)
-
-
 @dataclass(frozen=True)
-class AllGather(_FromBackend):
+class AllGather(Collective):
     """Put the tensors of ranks together."""
 
     gathers = True
@@ -79,7 +72,7 @@ class AllGather(_FromBackend):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_FromBackend):
+class ReduceScatter(Collective):
     """Add the tensors of ranks, in the dtype and order of the backend. Each rank keeps its part.
 
     Args:
@@ -101,7 +94,7 @@ class ReduceScatter(_FromBackend):
 
 
 @dataclass(frozen=True)
-class AllReduce(_FromBackend):
+class AllReduce(Collective):
     """Add the tensors of ranks, in the dtype and order of the backend. Each rank gets the sum.
 
     Args:
@@ -123,7 +116,7 @@ class AllReduce(_FromBackend):
 
 
 @dataclass(frozen=True)
-class AllToAll(_FromBackend):
+class AllToAll(Collective):
     """Send a part to each rank, and receive one from each: ``[ranks * n]`` to ``[ranks * n]``."""
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .lane import Lane
 from .plain import is_plain
@@ -18,7 +20,7 @@ def run(lane: Lane, part: str, index: int, x: Tensor, state: State) -> Tensor:
         operator, arguments = call
         result: Tensor = operator(x, *arguments)
         return result
-    return _checked(stage.run, x, state, lane.spec(part, index + 1))
+    return _unkept(_checked(stage.run, x, state, lane.spec(part, index + 1)), state)
 
 
 def start(lane: Lane, part: str, index: int, x: Tensor, state: State) -> Tensor:
@@ -31,7 +33,19 @@ def start(lane: Lane, part: str, index: int, x: Tensor, state: State) -> Tensor:
 
 def wait(lane: Lane, part: str, index: int, flying: Tensor, state: State) -> Tensor:
     """Wait for a flying stage."""
-    return _checked(lane[part][index].wait, flying, state, lane.spec(part, index + 1))
+    return _unkept(_checked(lane[part][index].wait, flying, state, lane.spec(part, index + 1)), state)
+
+
+def _unkept(result: Tensor, state: State) -> Tensor:
+    """Copy what a stage keeps and returns: its memory is freed when a bucket reshards, and may be written to."""
+    return apart(result, *tree_leaves(state)) if state else result
+
+
+def apart(result: Tensor, *others: Any) -> Tensor:
+    """Return ``result``, or a copy of it if it shares memory with one of ``others``."""
+    memory = result.untyped_storage().data_ptr()
+    shares = any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == memory for other in others)
+    return result.clone() if shares else result
 
 
 def _checked(call: Callable[[Tensor, State], Tensor], x: Tensor, state: State, spec: Spec) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..geometry.groups import Group
 
 
@@ -135,7 +136,7 @@ class Stage:
         return self.out(spec)
 
     def run(self, x: Tensor, state: State) -> Tensor:
-        """Compute. The result is new memory, ``x``, or a view of it. ``x`` stays as it is."""
+        """Compute. The result is new memory, ``x``, or a view of it: then graphs copy it. ``x`` stays as it is."""
         raise NotImplementedError(f"{type(self).__name__} has no run(x, state).")
 
     def start(self, x: Tensor, state: State) -> Tensor:
@@ -143,8 +144,12 @@ class Stage:
         raise NotImplementedError(f"{type(self).__name__} flies, but has no start(x, state).")
 
     def wait(self, flying: Tensor, state: State) -> Tensor:
-        """Wait for what ``start`` returned. Return what has landed: new memory, ``flying``, or a view."""
-        raise NotImplementedError(f"{type(self).__name__} flies, but has no wait(flying, state).")
+        """Wait for what ``start`` returned. Return what has landed: new memory, ``flying``, or a view.
+
+        By default, what a functional collective of torch has returned lands where it is. Without an own ``wait``,
+        graphs have ``wait_tensor``; what an own one returns they copy if it shares memory with ``flying``.
+        """
+        return compat.wait_tensor(flying)
 
     def cost(self, spec: Spec) -> Cost:
         """Return what the stage costs for ``spec``. By default what it means, and of a local one a kernel."""
@@ -180,8 +185,7 @@ class Stage:
     def call(self, spec: Spec) -> Call | None:
         """Return the operator that stands for :meth:`run` or :meth:`start` in graphs, and its arguments behind tensors.
 
-        None: one that finds the stage by its place, ``mfsdp::run_stage`` or ``mfsdp::start_stage``; the wait is
-        ``mfsdp::wait_stage``. A flying stage with an operator of its own is awaited by ``wait_tensor``.
+        None: one that finds the stage by its place, ``mfsdp::run_stage`` or ``mfsdp::start_stage``.
         """
         return None
 

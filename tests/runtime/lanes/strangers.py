@@ -71,8 +71,8 @@ class GatherChanges(Collective):
 
     def wait(self, flying: Tensor, state: Any) -> Tensor:
         changed = bits(torch.ops._c10d_functional.wait_tensor(flying))
-        state["whole"] = changed ^ state["whole"] if "whole" in state else changed.clone()
-        return state["whole"].view(flying.dtype).clone()
+        state["whole"] = changed ^ state["whole"] if "whole" in state else changed
+        return state["whole"].view(flying.dtype)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,62 @@ class Doubled:
         return lane.change(lambda stage: stage.sums, around, "each", "due")
 
 
-STRANGERS = {"codec": Scrambled(), "changes": Changes(), "in pairs": InPairs(), "doubled": Doubled()}
+@dataclass(frozen=True)
+class Same(Local):
+    """Returns what it is given."""
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Kept(Local):
+    """Returns what it keeps, and overwrites it when it runs again."""
+
+    keeps_state = True
+
+    def run(self, x: Tensor, state: Any) -> Tensor:
+        return state.setdefault("kept", torch.empty_like(x)).copy_(x)
+
+
+@dataclass(frozen=True)
+class GatherHere(Collective):
+    """What is in flight lands where it is; it has no wait of its own."""
+
+    gathers = True
+
+    def start(self, x: Tensor, state: Any) -> Tensor:
+        return torch.ops._c10d_functional.all_gather_into_tensor(x, self.group.size, self.group.name)
+
+
+@dataclass(frozen=True)
+class GatherThere(GatherHere):
+    """Its own wait returns what was in flight."""
+
+    def wait(self, flying: Tensor, state: Any) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(flying)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Stages that return no new memory."""
+
+    gather: type[GatherHere]
+
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        gathers = lane.change(
+            lambda s: isinstance(s, AllGather), lambda s: (Same(), self.gather(s.group), Kept()), "step", "use"
+        )
+        return gathers.change(lambda s: s.sums, lambda s: (Same(), s, Kept()), "each", "due")
+
+
+STRANGERS = {
+    "codec": Scrambled(),
+    "changes": Changes(),
+    "in pairs": InPairs(),
+    "doubled": Doubled(),
+    "here": InPlace(GatherHere),
+    "there": InPlace(GatherThere),
+}
 
 assert collectives  # defines the operators above
