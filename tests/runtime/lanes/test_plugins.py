@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from strangers import STRANGERS, GatherChanges, InPairs, Scrambled, Times
+from strangers import STRANGERS, GatherChanges, InPairs, Kept, Scrambled, Times
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +79,25 @@ def same_bits(kind: str, strategy: str) -> tuple[list[Tensor], list[Tensor]]:
 def test_the_same_bits(kind: str, strategy: str) -> None:
     """Eager and compiled, and, where a stage is exact, as without it."""
     same_bits(kind, strategy)
+
+
+@dataclass(frozen=True)
+class KeepsGradients:
+    def __call__(self, lane: Lane, ranks: Any) -> Lane:
+        return replace(lane, due=(*lane.due, Kept()))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_what_a_stage_keeps_is_its_own(mode: str) -> None:
+    """Gradients add up while the last stage overwrites what it has returned."""
+    found = []
+    for plugins in ([], [KeepsGradients()]):
+        model, call = make("optim_grads_params", mode, *plugins)
+        for batch in parity.batches(4):
+            call(batch[dist.get_rank()]).backward()
+        found.append([param.grad._local_tensor for param in model.parameters()])
+    assert all(torch.equal(ours, its) for ours, its in zip(*found, strict=True))
 
 
 @pytest.mark.long
