@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.guests.quantized import planes
 from mfsdp_compile.runtime.guests.quantized.planes import cut_blocks
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
@@ -86,16 +87,16 @@ def test_scales_of_cut_blocks(micro: int) -> None:
     if not te_models.gathers_in_fp8():
         return
     model = te_models.shard(te_models.build("Linear", "mxfp8"))
-    planes = [bucket for bucket in model.sharded.buckets if bucket.made_columns is not None]
-    assert [cut_blocks(slot, b.plan.layout.shard_numel) for b in planes for slot in b.plan.layout.slots] == [[0, 1]] * 3
+    plans = [bucket.plan for bucket in model.sharded.buckets if bucket.made_columns is not None]
+    cut = [cut_blocks(slot, plan.layout.shard_numel) for plan in plans for slot in plan.layout.slots]
+    assert cut == [[0, 1]] * 3
     sizes = []
-    reduce = compat.all_reduce
 
-    def all_reduce(tensor: torch.Tensor, op: str, *args: Any) -> torch.Tensor:
-        sizes.extend([tensor.nbytes] if op == "max" else [])
-        return reduce(tensor, op, *args)
+    def all_reduce(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return compat.all_reduce(tensor, *args)
 
-    with mock.patch.object(compat, "all_reduce", all_reduce):
+    with mock.patch.object(planes, "compat", mock.Mock(wraps=compat, all_reduce=all_reduce)):
         te_models.train_sharded(model, "Linear", "mxfp8", micro)
     assert sizes == [3 * 2 * 64] * 3
     te_models.compare("Linear", ["mxfp8"], micro, primary=True, spread=True)
