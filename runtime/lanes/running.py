@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from .. import compat
 from .lane import Lane
 from .plain import is_plain
 from .stage import Spec, State
@@ -38,7 +38,7 @@ def wait(lane: Lane, part: str, index: int, flying: Tensor, state: State) -> Ten
 
 def _unkept(result: Tensor, state: State) -> Tensor:
     """Copy what a stage keeps and returns: its memory is freed when a bucket reshards, and may be written to."""
-    return apart(result, *tree_leaves(state)) if state else result
+    return apart(result, *compat.tree_leaves(state)) if state else result
 
 
 def apart(result: Tensor, *others: Any) -> Tensor:
