@@ -306,7 +306,8 @@ class Lane:
         flights = [
             self.flight_spec(part, index) for part in PARTS for index, stage in enumerate(self[part]) if stage.flies
         ]
-        kinds = [(type(s), s.flies, s.gathers, s.scatters, s.sums, s.keeps_state) for part in PARTS for s in self[part]]
+        flags = ("flies", "gathers", "scatters", "sums", "keeps_state", "functional")
+        kinds = [(type(s), *(getattr(s, flag) for flag in flags)) for part in PARTS for s in self[part]]
         key = hashlib.sha256(repr((self, kinds, self._specs, flights)).encode()).hexdigest()[:16]
         while (other := _lanes.get(key)) is not None and other != self:
             key = hashlib.sha256(key.encode()).hexdigest()[:16]  # a notebook cell has defined the class again
@@ -358,8 +359,9 @@ class Lane:
     def has_wait(self, place: Place) -> bool:
         """Whether graphs await a stage by its place, and not with ``wait_tensor``."""
         part, index = place
-        lands_in_flight = self.flight_spec(part, index) == self.spec(part, index + 1)
-        return is_opaque(self[part][index]) and not (type(self[part][index]).wait is Stage.wait and lands_in_flight)
+        stage, lands_in_flight = self[part][index], self.flight_spec(part, index) == self.spec(part, index + 1)
+        needs_none = stage.functional and type(stage).wait is Stage.wait and lands_in_flight
+        return is_opaque(stage) and not needs_none
 
     def local_call(self, part: str, index: int) -> Call:
         """Return the operator of a local stage in graphs, and its arguments."""

@@ -58,7 +58,7 @@ class Trim(Local):
 class AllGather(Collective):
     """Put the tensors of ranks together."""
 
-    gathers = True
+    gathers = functional = True
 
     @property
     def text(self) -> str:
@@ -80,7 +80,7 @@ class ReduceScatter(Collective):
     """
 
     op: str
-    scatters = sums = True
+    scatters = sums = functional = True
 
     @property
     def text(self) -> str:
@@ -102,7 +102,7 @@ class AllReduce(Collective):
     """
 
     op: str
-    sums = True
+    sums = functional = True
 
     @property
     def text(self) -> str:
@@ -118,6 +118,8 @@ class AllReduce(Collective):
 @dataclass(frozen=True)
 class AllToAll(Collective):
     """Send a part to each rank, and receive one from each: ``[ranks * n]`` to ``[ranks * n]``."""
+
+    functional = True
 
     @property
     def text(self) -> str:

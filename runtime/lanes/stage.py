@@ -101,6 +101,8 @@ class Stage:
         inlined: Whether graphs have the operators of ``run`` in its place. Only for stages that passes know.
         joint: Whether it begins ``step``, and is run for all buckets of a model together, by a guest. Then it has no
             ``run``.
+        functional: Whether ``start`` returns what a functional collective of torch has returned. It lands there,
+            and the stage needs no ``wait``.
         takes_scales: Whether its operator takes the scales of the bucket, which are no part of what travels. Only for
             stages with an operator.
 
@@ -117,6 +119,7 @@ class Stage:
     keeps_state: ClassVar[bool] = False
     inlined: ClassVar[bool] = False
     joint: ClassVar[bool] = False
+    functional: ClassVar[bool] = False
     takes_scales: ClassVar[bool] = False
 
     @property
@@ -146,9 +149,13 @@ class Stage:
     def wait(self, flying: Tensor, state: State) -> Tensor:
         """Wait for what ``start`` returned. Return what has landed: new memory, ``flying``, or a view.
 
-        By default, what a functional collective of torch has returned lands where it is. Without an own ``wait``,
-        graphs have ``wait_tensor``; what an own one returns they copy if it shares memory with ``flying``.
+        What a functional collective of torch has returned needs no ``wait``: graphs have ``wait_tensor``. What one
+        returns they copy if it shares memory with ``flying``.
         """
+        if not self.functional:
+            raise NotImplementedError(
+                f"{type(self).__name__} flies, but has no wait(flying, state), and is not functional."
+            )
         return compat.wait_tensor(flying)
 
     def cost(self, spec: Spec) -> Cost:

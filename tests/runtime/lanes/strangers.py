@@ -162,7 +162,7 @@ class Kept(Local):
 class GatherHere(Collective):
     """What is in flight lands where it is; it has no wait of its own."""
 
-    gathers = True
+    gathers = functional = True
 
     def start(self, x: Tensor, state: Any) -> Tensor:
         return torch.ops._c10d_functional.all_gather_into_tensor(x, self.group.size, self.group.name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from strangers import STRANGERS, GatherChanges, InPairs, Kept, Scrambled, Times
+from strangers import STRANGERS, GatherChanges, GatherHere, InPairs, Kept, Scrambled, Times
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,6 +256,11 @@ class Joint(Local):
     joint = True
 
 
+@dataclass(frozen=True)
+class Unawaited(GatherHere):
+    functional = False
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "another order": (Put(lambda s: (Swapped(s.group),)), LyingStage, "gathers something else.*off by"),
     "rounds": (Put(lambda s: (Rounded(), s)), LyingStage, "gathers something else"),
@@ -269,6 +274,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "sums nothing": (Put(lambda s: (), BACK), WrongLane, "adds what is on ranks|the gradient of the shard is"),
     "no lane": (lambda lane, ranks: None, WrongLane, "returned NoneType"),
     "no stage": (Put(lambda s: (s, "x")), WrongLane, "which is no stage"),
+    "unawaited": (Put(lambda s: (Unawaited(s.group),)), NotImplementedError, "has no wait.*and is not functional"),
     "joint": (Put(lambda s: (Joint(), s)), WrongLane, "is joint or takes scales"),
     "scales": (Put(lambda s: (s, Scale(2.0)), BACK), WrongLane, "scales gradients by"),
 }
