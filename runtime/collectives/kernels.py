@@ -72,8 +72,7 @@ def _run_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int
 
 @torch.library.impl(library, "start_stage", "CompositeExplicitAutograd")
 def _start_stage(x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
-    way = lane_at(lane)
-    return running.apart(running.start(way, part, index, x, state_of(way, part, index, token)), x)
+    return _apart(running.start, x, token, lane, part, index)
 
 
 @torch.library.impl(library, "wait_stage", "CompositeExplicitAutograd")
@@ -84,13 +83,15 @@ def _wait_stage(flying: Tensor, token: Tensor | None, lane: str, part: str, inde
 def _unless_skipped(
     how: Callable[..., Tensor], x: Tensor, token: Tensor | None, lane: str, part: str, index: int
 ) -> Tensor:
-    """Run or await a stage. Return zeros if it is skipped.
-
-    A graph takes what an operator returns for other memory than what it is given.
-    """
-    way = lane_at(lane)
+    """Run or await a stage. Return zeros if it is skipped."""
     if _is_skipped(token, part):
-        return like(x, way.spec(part, index + 1)).zero_()
+        return like(x, lane_at(lane).spec(part, index + 1)).zero_()
+    return _apart(how, x, token, lane, part, index)
+
+
+def _apart(how: Callable[..., Tensor], x: Tensor, token: Tensor | None, lane: str, part: str, index: int) -> Tensor:
+    """Run, start or await a stage. A graph takes what an operator returns for other memory than what it is given."""
+    way = lane_at(lane)
     return running.apart(how(way, part, index, x, state_of(way, part, index, token)), x)
 
 

@@ -23,7 +23,6 @@ from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.guests.quantized import planes
-from mfsdp_compile.runtime.guests.quantized.planes import cut_blocks
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
 
@@ -88,7 +87,7 @@ def test_scales_of_cut_blocks(micro: int) -> None:
         return
     model = te_models.shard(te_models.build("Linear", "mxfp8"))
     plans = [bucket.plan for bucket in model.sharded.buckets if bucket.made_columns is not None]
-    cut = [cut_blocks(slot, plan.layout.shard_numel) for plan in plans for slot in plan.layout.slots]
+    cut = [planes.cut_blocks(slot, plan.layout.shard_numel) for plan in plans for slot in plan.layout.slots]
     assert cut == [[0, 1]] * 3
     sizes = []
 
@@ -124,7 +123,7 @@ def test_which_blocks_are_cut() -> None:
                     for row in layout.rows(index, rank):
                         owners.setdefault(row // 32, set()).add(rank)
                 shared = [block for block, its in sorted(owners.items()) if len(its) > 1]
-                assert cut_blocks(slot, layout.shard_numel) == shared
+                assert planes.cut_blocks(slot, layout.shard_numel) == shared
 
 
 @pytest.mark.long_if("*-mxfp8", "*-GroupedLinear-*", "*-TransformerLayer-*")
