@@ -21,8 +21,8 @@ from torch import nn
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.models.llama import Block, Llama
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.optim.flat_step import flat_step_of
-from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
+from mfsdp_compile.runtime.guests.optimizers.flat_step import flat_step_of
+from mfsdp_compile.runtime.guests.optimizers.update_kernel import UpdateKernels
 
 HOW = {"for": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from mfsdp_compile.runtime.capture.captured_step import CapturedStep
-from mfsdp_compile.runtime.capture.devices import CudaGraphs
+from mfsdp_compile.runtime.guests.capture.captured_step import CapturedStep
+from mfsdp_compile.runtime.guests.capture.devices import CudaGraphs
 
 from .wrapper import unwrapped
 

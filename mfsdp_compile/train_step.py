@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.capture.captured_step import CapturedStep
+from mfsdp_compile.runtime.guests.capture.captured_step import CapturedStep
+from mfsdp_compile.runtime.guests.optimizers.flat_step import flat_step_of
+from mfsdp_compile.runtime.guests.optimizers.in_backward import StepInBackward
+from mfsdp_compile.runtime.guests.optimizers.update_kernel import UpdateKernels
 from mfsdp_compile.runtime.optim.extend import check, extend, is_extended, models_of_optimizer, uses_of_gradients
-from mfsdp_compile.runtime.optim.flat_step import flat_step_of
-from mfsdp_compile.runtime.optim.in_backward import StepInBackward
 from mfsdp_compile.runtime.optim.kinds import is_wrapped, kind_of, why_not_flat
-from mfsdp_compile.runtime.optim.update_kernel import UpdateKernels
 
 from .cuda_graphs import captured
 
@@ -68,8 +68,8 @@ def compile_step(
         scaler: Scales losses, for training in float16; it unscales gradients before they are clipped, decides whether
             the step is taken, and is updated.
         compile_optimizer: Whether the optimizer's step is compiled, as kernels that read and write each element once
-            (:mod:`mfsdp_compile.runtime.optim.update_kernel`). Steps then differ from ``optimizer.step()`` by
-            rounding. None: where the model is compiled with Inductor, unless the optimizer was made with
+            (:mod:`mfsdp_compile.runtime.guests.optimizers.update_kernel`). Steps then differ from ``optimizer.step()``
+            by rounding. None: where the model is compiled with Inductor, unless the optimizer was made with
             ``fused=True``.
         cuda_graphs: Whether steps are captured as CUDA graphs and replayed, one graph for each kind: a step, and a
             microbatch that is not its last (:func:`~mfsdp_compile.capture_step` says what can be captured). The model

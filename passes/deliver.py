@@ -5,8 +5,8 @@ Before      ... -> wait -> [scale] -> output
 After       ... -> wait -> [scale] -> deliver(gradient, [shard], bucket) -> output
 
 What gets the gradient there may use it up, such as an optimizer's step over the bucket
-(:mod:`mfsdp_compile.runtime.optim.in_backward`): its memory is then free while the rest of the backward runs. In its
-place, the graph returns zeros without memory.
+(:mod:`mfsdp_compile.runtime.guests.optimizers.in_backward`): its memory is then free while the rest of the backward
+runs. In its place, the graph returns zeros without memory.
 
 ``deliver`` is declared to write to the shard and to the resident, which may share memory, if the graph has them:
 compilers keep it behind everything that reads them. It says nothing about the optimizer. What happens is decided when

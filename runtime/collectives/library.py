@@ -49,9 +49,9 @@
 ``deliver(gradient, at_rest, bucket)``
     Gives the parameters of a bucket, by its index in the graph, their reduced gradient as soon as it has arrived,
     instead of when the graph returns. What is delivered may be used up at once: an optimizer's step over the bucket
-    (:mod:`mfsdp_compile.runtime.optim.in_backward`). It is therefore declared to write to what the graph has of the
-    bucket at rest, its shard and its resident. Returns zeros of the gradient's shape without memory, for the graph to
-    return in its place.
+    (:mod:`mfsdp_compile.runtime.guests.optimizers.in_backward`). It is therefore declared to write to what the graph
+    has of the bucket at rest, its shard and its resident. Returns zeros of the gradient's shape without memory, for the
+    graph to return in its place.
 ``begin(phase, digest, schedule, used)``
     The first node of a graph, which announces what the graph is about to do; see
     :mod:`mfsdp_compile.runtime.step.graph_runs`.

@@ -119,7 +119,7 @@ class InstalledGradient(NamedTuple):
 
 
 class GradientConsumer(Protocol):
-    """An optimizer's step over one bucket, in backward: :class:`~..optim.in_backward.BucketStep`."""
+    """An optimizer's step over one bucket, in backward: :class:`~..guests.optimizers.in_backward.BucketStep`."""
 
     def __call__(self, total: Tensor, used: Collection[int], in_graph: bool) -> bool:
         """Use up the sum of the bucket's gradients, ``[shard_numel]`` in the dtype in which they are accumulated.

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..memory.bucket import Bucket, ParamHandle
 from ..owner import name_of, owner_of, owners_of
-from .flat_step import FlatStep, check_elementwise
 from .kinds import EXTENDED, EXTENDED_ZERO_GRAD, has_own_zero_grad, is_wrapped, why_not_whole
 from .own_steps import whole_step_of
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .tracking import OptimizedModel
-from .whole_step import WholeStep
 
 _uses: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """How often each optimizer has used gradients. Not an attribute: captured steps refuse those that change."""
@@ -105,6 +103,8 @@ def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None
             "only once."
         )
     if flat:
+        from ..guests.optimizers.flat_step import check_elementwise
+
         check_elementwise(optimizer)
     if whole:
         _check_whole(optimizer, flat)
@@ -141,8 +141,8 @@ def extend(
     """Add Megatron-FSDP's arguments to ``step`` and ``zero_grad``, in place.
 
     Args:
-        flat: Whether to step over flat shards; see :mod:`mfsdp_compile.runtime.optim.flat_step`.
-        whole: Whether to step over whole parameters; see :mod:`mfsdp_compile.runtime.optim.whole_step`.
+        flat: Whether to step over flat shards; see :mod:`mfsdp_compile.runtime.guests.optimizers.flat_step`.
+        whole: Whether to step over whole parameters; see :mod:`mfsdp_compile.runtime.guests.optimizers.whole_step`.
         by_name: Whether state dicts use names of parameters; see :mod:`mfsdp_compile.runtime.optim.state`.
 
     Raises:
@@ -152,16 +152,15 @@ def extend(
     """
     owners = models_of_optimizer(optimizer, takes_ignored=not whole and type(optimizer) is not torch.optim.Muon)
     if type(optimizer) is torch.optim.Muon:
-        from .muon import ShardedMuon, check_matrices
+        from ..guests.optimizers.muon import ShardedMuon, check_matrices
 
         check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     had_own_zero_grad = "zero_grad" in vars(optimizer)
     step, zero_grad = _unbound(optimizer, "step"), _unbound(optimizer, "zero_grad")
-    over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
-    if over is not None:
-        step = functools.wraps(step)(_over(over))
+    if flat or whole:
+        step = functools.wraps(step)(_over(_other_step(optimizer, flat)))
     compat.complete_hooks(optimizer)
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     show_unstepped(optimizer)
@@ -236,7 +235,18 @@ def extend(
     return optimizer
 
 
-def _over(over: FlatStep | WholeStep) -> Callable[..., Any]:
+def _other_step(optimizer: torch.optim.Optimizer, flat: bool) -> Callable[..., Any]:
+    """Return what steps an optimizer over flat shards, or else over whole parameters."""
+    if flat:
+        from ..guests.optimizers.flat_step import FlatStep
+
+        return FlatStep(optimizer)
+    from ..guests.optimizers.whole_step import WholeStep
+
+    return WholeStep(optimizer)
+
+
+def _over(over: Callable[..., Any]) -> Callable[..., Any]:
     """Return an optimizer's step over other tensors than its parameters, around which hooks run that see parameters."""
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:

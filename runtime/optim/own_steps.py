@@ -9,12 +9,12 @@ import torch
 
 from ..memory.tensor import RowShardedTensor
 
-FLAT_STEP, WHOLE_STEP = "mfsdp_flat_step", "mfsdp_whole_step"
-"""Attributes of optimizers."""
+FLAT_STEP, WHOLE_STEP, SHARDED_STEP = "mfsdp_flat_step", "mfsdp_whole_step", "mfsdp_sharded_step"
+"""Attributes of optimizers; the last one, of their class."""
 
 
 class StepsWhole(Protocol):
-    """Steps an optimizer over whole parameters: a :class:`.whole_step.WholeStep`."""
+    """Steps an optimizer over whole parameters: a :class:`..guests.optimizers.whole_step.WholeStep`."""
 
     def owns(self, param: RowShardedTensor) -> bool: ...
 
@@ -24,6 +24,11 @@ class StepsWhole(Protocol):
 def has_flat_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` is stepped over flat shards."""
     return FLAT_STEP in vars(optimizer)
+
+
+def has_sharded_step(optimizer: torch.optim.Muon) -> bool:
+    """Whether each matrix is orthogonalized on one rank; see :class:`..guests.optimizers.muon.ShardedMuon`."""
+    return getattr(type(optimizer), SHARDED_STEP, False)
 
 
 def whole_step_of(optimizer: torch.optim.Optimizer) -> StepsWhole | None:

@@ -26,6 +26,7 @@ from ..owner import owners_of
 from ..program_lines import warn
 from ..ranks.coordinator import Coordinator
 from ..step.grad_sync import GradSync
+from .own_steps import has_sharded_step
 from .state import cut_distributed_state
 from .step_tracker import StepTracker
 
@@ -134,11 +135,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _warn_of_gathers(muon: torch.optim.Muon, owners: Sequence[OptimizedModel]) -> None:
     """Tell that Muon gathers matrices, if it is torch's own."""
-    from .muon import ShardedMuon
-
-    if isinstance(muon, ShardedMuon) or all(
-        bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets
-    ):
+    if has_sharded_step(muon) or all(bucket.topology.shards == 1 for owner in owners for bucket in owner.buckets):
         return
     warn(
         "Muon's step gathers every matrix on every rank, and each rank orthogonalizes all of them. After optimizer = "

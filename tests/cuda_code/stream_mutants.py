@@ -134,10 +134,18 @@ MUTANTS = {
         rank=1,
     ),
     "warm-up of a capture does not wait": Mutant(
-        "runtime/capture/devices.py", "        self._stream.wait_stream(current)\n", "", "captured:eager", "not ordered"
+        "runtime/guests/capture/devices.py",
+        "        self._stream.wait_stream(current)\n",
+        "",
+        "captured:eager",
+        "not ordered",
     ),
     "nothing waits for the warm-up": Mutant(
-        "runtime/capture/devices.py", "        current.wait_stream(self._stream)\n", "", "captured:eager", "not ordered"
+        "runtime/guests/capture/devices.py",
+        "        current.wait_stream(self._stream)\n",
+        "",
+        "captured:eager",
+        "not ordered",
     ),
     "host copies are read early": Mutant(
         "mfsdp_compile/checkpoint/host_copies.py",

@@ -28,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.guests.optimizers.update_kernel import UpdateKernel, UpdateKernels
 from mfsdp_compile.runtime.optim import update_kernel
-from mfsdp_compile.runtime.optim.update_kernel import UpdateKernel, UpdateKernels
 
 NUMEL = 4096
 LR = 1e-2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-APART = ("sums_in_order", "quantized", "offload")
+APART = ("sums_in_order", "quantized", "offload", "optimizers", "capture")
 """Guests that have a folder of their own, which the core does not need. The others are still parts of it."""
 
 TRAINS = """

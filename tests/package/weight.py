@@ -44,7 +44,7 @@ GUESTS = {
     ),
     "capture": (
         r"is_capturing|captured_step|CapturedStep|keeps_memory|free_kept|kept_memory|captures\b|cuda_graph",
-        r"runtime/capture|cuda_graphs",
+        r"runtime/guests/capture|cuda_graphs",
     ),
     "ranks": (
         r"coordinator|watchdog|journal|\bannounce|\bagree\(|conclude\(|lifeline",

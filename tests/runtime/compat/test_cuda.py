@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.checkpoint import host_copies
 from mfsdp_compile.planning import measuring
-from mfsdp_compile.runtime.capture.devices import CudaGraphs
+from mfsdp_compile.runtime.guests.capture.devices import CudaGraphs
 
 
 @on_ranks(2)

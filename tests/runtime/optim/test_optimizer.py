@@ -24,9 +24,9 @@ from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.geometry.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.geometry.rows import RowSplit
+from mfsdp_compile.runtime.guests.optimizers.flat_step import FlatStep, flat_step_of
+from mfsdp_compile.runtime.guests.optimizers.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
-from mfsdp_compile.runtime.optim.flat_step import FlatStep, flat_step_of
-from mfsdp_compile.runtime.optim.muon import legs_of, owners, whole_item
 from mfsdp_compile.runtime.optim.state import shard_state
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -226,7 +226,7 @@ def test_muon_with_more_ranks_than_matrices() -> None:
         whole, alone = (nn.Sequential(parity.build(Matrices).square) for _ in range(2))
         optimizers = muon(whole), muon(alone)
         model, _ = fully_shard(whole, optimizers[0], fsdp_unit_modules=[nn.Linear], **mesh_arguments("HFSDP"))
-        with mock.patch("mfsdp_compile.runtime.optim.muon.CHUNK_BYTES", chunk_bytes):
+        with mock.patch("mfsdp_compile.runtime.guests.optimizers.muon.CHUNK_BYTES", chunk_bytes):
             for params, optimizer in zip((params_of(model), params_of(alone)), optimizers, strict=True):
                 set_gradients(params, 0)
                 optimizer.step()
@@ -257,7 +257,7 @@ def test_muon_trains(mode: str) -> None:
             loss.backward()
             return loss
 
-        with mock.patch("mfsdp_compile.runtime.optim.muon.CHUNK_BYTES", 4096):
+        with mock.patch("mfsdp_compile.runtime.guests.optimizers.muon.CHUNK_BYTES", 4096):
             assert optimizer.step(closure).item() > 0
         alone_optimizer.zero_grad()
         sum(alone(batch) for batch in data[step]).div(2).backward()

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mfsdp_compile import compile_step, declare_optimizer, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.runtime.guests.optimizers.flat_step import flat_step_of
 from mfsdp_compile.runtime.optim import kinds
-from mfsdp_compile.runtime.optim.flat_step import flat_step_of
 
 
 class Block(nn.Module):

@@ -35,8 +35,8 @@ from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.passes import roles
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.guests.offload.operators import OFFLOAD
+from mfsdp_compile.runtime.guests.optimizers.flat_step import FlatStep
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.optim.flat_step import FlatStep
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 

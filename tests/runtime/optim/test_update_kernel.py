@@ -25,8 +25,8 @@ from mfsdp_compile import (
 )
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.optim.flat_step import FlatStep
-from mfsdp_compile.runtime.optim.update_kernel import UpdateKernel, UpdateKernels
+from mfsdp_compile.runtime.guests.optimizers.flat_step import FlatStep
+from mfsdp_compile.runtime.guests.optimizers.update_kernel import UpdateKernel, UpdateKernels
 
 # -- one tensor -------------------------------------------------------------------------------------------------------
 

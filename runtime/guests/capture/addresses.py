@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import compat
-from ..memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS, UnreducedGradient
-from ..model.sharded_model import ShardedModel
-from ..optim.constants import OF_SCHEDULERS
-from ..optim.flat_step import flat_step_of
-from ..optim.kinds import is_of_torch
+from ... import compat
+from ...memory.tensor import ACCUMULATE_HOOKS, TENSOR_HOOKS, UnreducedGradient
+from ...model.sharded_model import ShardedModel
+from ...optim.kinds import is_of_torch
+from ..optimizers.constants import OF_SCHEDULERS
+from ..optimizers.flat_step import flat_step_of
 
 _ADDRESS = "address"
 _ELSEWHERE = frozenset({"param_groups", "state", "_opt_called"})

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .. import compat
-from ..model.sharded_model import ShardedModel
-from ..program_lines import program_line_of
-from ..ranks.agreement import has_others
+from ... import compat
+from ...model.sharded_model import ShardedModel
+from ...program_lines import program_line_of
+from ...ranks.agreement import has_others
 from .addresses import Baked, Fact, difference, is_address, refuse_optimizers, static_tensors
 from .devices import Graph, GraphDevice
 from .host_state import HostState, OptimizerHostState

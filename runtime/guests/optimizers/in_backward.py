@@ -33,14 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
-from ..memory import gradients
-from ..memory.bucket import Bucket
-from ..memory.tensor import ACCUMULATE_HOOKS
-from ..ranks.collective_order import RESET
+from ... import compat
+from ...memory import gradients
+from ...memory.bucket import Bucket
+from ...memory.tensor import ACCUMULATE_HOOKS
+from ...optim.kinds import may_count_calls, why_not_flat
+from ...optim.tracking import OptimizedModel
+from ...ranks.collective_order import RESET
 from .flat_step import FlatStep, Run
-from .kinds import may_count_calls, why_not_flat
-from .tracking import OptimizedModel
 from .update_kernel import UpdateKernel, UpdateKernels
 
 _HALF_DONE = (

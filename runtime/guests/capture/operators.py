@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compat
-from ..memory.operators.arguments import leaves_of, written_to
-from ..program_lines import program_line, program_line_here
+from ... import compat
+from ...memory.operators.arguments import leaves_of, written_to
+from ...program_lines import program_line, program_line_here
 
 aten = torch.ops.aten
 

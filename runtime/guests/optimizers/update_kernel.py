@@ -37,9 +37,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import compat
+from ... import compat
+from ...optim.kinds import is_of_torch, is_plain
 from .constants import CHANGING, OF_ALL, OF_SCHEDULERS, CannotCompile, plain_attributes, plain_settings, settings
-from .kinds import is_of_torch, is_plain
 
 _LENGTH = 1 << 20
 """Length of the tensors that a step is traced with. The kernel takes any; the compiler tunes it for such a length."""

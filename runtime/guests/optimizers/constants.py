@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kinds import is_constant, is_of_torch, is_plain
+from ...optim.kinds import is_constant, is_of_torch, is_plain
 
 CHANGING = frozenset({"params", "param_names", "lr"})
 """What a parameter group has besides the settings that a trace holds as constants."""

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import compat
-from ..memory import gradients
-from ..memory.bucket import Bucket, ParamHandle
-from ..memory.tensor import RowShardedTensor
-from .kinds import has_own_zero_grad, is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
-from .own_steps import FLAT_STEP
+from ... import compat
+from ...memory import gradients
+from ...memory.bucket import Bucket, ParamHandle
+from ...memory.tensor import RowShardedTensor
+from ...optim.kinds import has_own_zero_grad, is_constant, is_plain, is_wrapped, kept_outside, kind_of, why_not_flat
+from ...optim.own_steps import FLAT_STEP
 from .update_kernel import UpdateKernel, UpdateKernels, takes_lr
 
 _STEPPING = threading.Lock()

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
-from ..geometry.groups import Group
-from ..geometry.rows import RowSplit
-from ..geometry.topology import Topology
-from ..memory import devices
-from ..memory.redistribute import announce_at_rest, as_real
-from ..memory.tensor import RowShardedTensor
+from ... import compat
+from ...geometry.groups import Group
+from ...geometry.rows import RowSplit
+from ...geometry.topology import Topology
+from ...memory import devices
+from ...memory.redistribute import announce_at_rest, as_real
+from ...memory.tensor import RowShardedTensor
 
 CHUNK_BYTES = 256 << 20
 """Bytes of whole matrices that a rank holds at a time while it orthogonalizes."""
@@ -39,6 +39,8 @@ CHUNK_BYTES = 256 << 20
 
 class ShardedMuon(torch.optim.Muon):
     """A ``torch.optim.Muon`` after ``fully_shard_optimizer``. Groups, state and hooks are the same."""
+
+    mfsdp_sharded_step = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..geometry.topology import Topology
-from ..memory import devices
-from ..memory.redistribute import announce_at_rest
-from ..memory.tensor import RowShardedTensor
+from ...geometry.topology import Topology
+from ...memory import devices
+from ...memory.redistribute import announce_at_rest
+from ...memory.tensor import RowShardedTensor
+from ...optim.own_steps import WHOLE_STEP
 from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, together, whole_cut, whole_item
-from .own_steps import WHOLE_STEP
 
 
 class WholeStep:

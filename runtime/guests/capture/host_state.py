@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import gradients
-from ..memory.bucket import Bucket
-from ..memory.tensor import UnreducedGradient
-from ..model.sharded_model import ShardedModel
-from ..optim.flat_step import FlatStep, flat_step_of
-from ..step.grad_sync import SyncSettings
+from ...memory import gradients
+from ...memory.bucket import Bucket
+from ...memory.tensor import UnreducedGradient
+from ...model.sharded_model import ShardedModel
+from ...step.grad_sync import SyncSettings
+from ..optimizers.flat_step import FlatStep, flat_step_of
 
 
 @dataclass(frozen=True)
