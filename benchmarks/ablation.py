@@ -32,11 +32,11 @@ from typing import Literal
 
 from published import GIB, run
 
-from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
-from mfsdp_compile.passes.solver.reasons import BudgetError
-from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline, host_memory
-from mfsdp_compile.passes.solver.solve import solve
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, Link, hardware
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError
+from mfsdp_compile.passes.guests.solver.simulate import Stage, Start, Timeline, host_memory
+from mfsdp_compile.passes.guests.solver.solve import solve
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.offloading import EVERY, NOTHING, OffloadedUnits
 from mfsdp_compile.planning.on_ranks import problem_of

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import torch
 
-from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.backend.predictions import OPTIMIZERS
 from mfsdp_compile.models.llama import Llama, LlamaConfig
-from mfsdp_compile.passes.solver.hardware import Hardware, hardware
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import Trace, trace
@@ -104,7 +104,7 @@ class Source:
     """A source of figures, and what holds for all of them.
 
     Args:
-        optimizer: A name in :data:`~mfsdp_compile.backend.options.OPTIMIZERS`.
+        optimizer: A name in :data:`~mfsdp_compile.backend.predictions.OPTIMIZERS`.
         precision: Dtypes of shards and reductions.
         assumed: What the source leaves open, and the assumption made.
     """

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mfsdp_compile.passes.solver.hardware import hardware, known_gpu
+from mfsdp_compile.passes.guests.solver.hardware import hardware, known_gpu
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import as_written
 
-from .report.numbers import bytes_text, flops_text, percent_text, seconds_text
+from .quantities import bytes_text, flops_text, percent_text, seconds_text
 from .wrapper import MegatronFSDP
 
 __all__ = [

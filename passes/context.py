@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -15,6 +16,9 @@ from mfsdp_compile.runtime.geometry.layout import BucketLayout
 from mfsdp_compile.runtime.schedule.decisions import Decisions
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
+
+if TYPE_CHECKING:
+    from .features import Feature
 
 __all__ = [
     "BucketInfo",
@@ -176,7 +180,7 @@ class Context:
         policy: Policy of the schedule.
         whole_model: Whether the graph holds all of a model's buckets, so that its backward directly follows its
             forward.
-        float32_gradients: Whether matmuls write gradients in float32 where possible.
+        features: Features that add passes, in order.
         overlap: Kinds of collectives that may overlap with computation.
         other_bytes: Bytes that the model holds outside its buckets: buffers, and communication buffers.
         delivers_early: Whether backwards deliver each gradient as soon as it has arrived; see :mod:`.deliver`.
@@ -189,7 +193,7 @@ class Context:
     buckets: tuple[BucketInfo, ...]
     policy: SchedulePolicy
     whole_model: bool
-    float32_gradients: bool = False
+    features: tuple[Feature, ...] = ()
     overlap: Overlap = field(default_factory=Overlap)
     other_bytes: int = 0
     delivers_early: bool = False
@@ -203,7 +207,7 @@ class Context:
         neighbors = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
         return (
             f"{[b.signature for b in self.buckets]}:{neighbors}:{self.policy}:{self.whole_model}:"
-            f"{self.float32_gradients}:{self.overlap}:{self.delivers_early}:"
+            f"{self.features}:{self.overlap}:{self.delivers_early}:"
             f"{self.other_bytes if self.policy.is_solved else 0}"
         )
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from mfsdp_compile.passes.context import BucketInfo, Context
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.hardware import Hardware, Link
-from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, Link
+from mfsdp_compile.passes.guests.solver.outline import Gradients, Outline, Segment, Use
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.formats import quantize
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.groups import Group

@@ -26,9 +26,9 @@ from mfsdp_compile.diagnostics import doctor
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import Timeline
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import Timeline
 from mfsdp_compile.planning import Candidate, Job, Workload
 from mfsdp_compile.planning.planner import planned, traced_stages
 from mfsdp_compile.report import bytes_text, seconds_text

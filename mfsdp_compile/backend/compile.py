@@ -26,12 +26,9 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile import backend, passes, progress, runtime
-from mfsdp_compile.passes import loss_chunks, pipeline, roles
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, NodeKind, Report, Role, phase_of, region_of, set_phase, set_role
 from mfsdp_compile.passes.regions import LEAST, outline
-from mfsdp_compile.passes.solver.across_ranks import AgreedOtherwise
-from mfsdp_compile.passes.solver.kernels import kernels
-from mfsdp_compile.passes.solver.reasons import BudgetError
 from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.gathered_parameter import as_gathered
@@ -44,12 +41,13 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 from mfsdp_compile.runtime.step.graph_runs import GraphRun
 
+from . import guests
 from .arguments import GraphArguments, beside_shard, like_served
 from .bucket_infos import bucket_info, region_info, served_info
 from .checks import check, policy_for, refuse_writes, warn_of_limit
 from .compiled_graph import CompiledGraph, NeedsOtherPieces
 from .dumps import GraphFolder
-from .fp8 import fp8_candidates, fp8_matmul
+from .fp8 import fp8_candidates
 from .lowerings import register_lowerings
 from .options import CompileOptions
 from .pieces import Piece, cut
@@ -191,20 +189,18 @@ def _compile_graph(
         progress.step("passes and AOTAutograd")
         copied = compat.copy_graph_module(gm)
         policy = replace(chosen.schedule, activation_memory_budget=budgets[0])
-        record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused, policy)
-        record.explores = explores
-        record.plan = first.record.plan if first is not None else None
+        plan = first.record.producer.plan if first is not None else None
+        record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused, policy, explores, plan)
         try:
             run = _compile_inner(copied, inputs, chosen, record, known)
             return CompiledGraph(record, call, run, refused)
         except compat.NotARegion as error:
             refused |= {unit: error.reason for unit in record.units_of(error.region)}
-        except AgreedOtherwise as error:
-            budgets = (error.budget,)
-        except BudgetError as error:  # on all ranks alike
-            if len(budgets) == 1 or error.is_outgrown or not record.regions:
+        except Exception as error:
+            others = record.producer.budgets_after(error, budgets, bool(record.regions))
+            if others is None:
                 raise
-            budgets = budgets[1:]
+            budgets = others
 
 
 def _tunes(chosen: CompileOptions, buckets: Sequence[Bucket], owners: Sequence[ShardedModel]) -> bool:
@@ -284,6 +280,8 @@ def prepare(
     served: bool = False,
     refused: Mapping[str, str] | None = None,
     policy: SchedulePolicy | None = None,
+    explores: bool = False,
+    plan: Any = None,
 ) -> tuple[pipeline.CompileRecord, GraphArguments, list[Any]]:
     """Rewrite Dynamo's graph so that it takes shards and gathers them.
 
@@ -291,6 +289,7 @@ def prepare(
         served: Let the graph take gathered buckets instead, and return packed gradients.
         refused: Units that cannot be part of a region, each with the reason.
         policy: The numbers for the schedule, with one ``activation_memory_budget``; None: those of the options.
+        explores, plan: See :func:`.guests.producer`.
 
     Returns:
         The passes' record of the graph, the object that converts its arguments, and example inputs.
@@ -311,7 +310,7 @@ def prepare(
         ),
         policy=policy_for(policy or chosen.schedule, buckets),
         whole_model=not served and _hold_all(buckets, owners),
-        float32_gradients=chosen.float32_gradients,
+        features=guests.features(chosen, buckets),
         overlap=Overlap(
             gathers=all(owner.overlap.gathers for owner in owners),
             reductions=all(owner.overlap.reductions for owner in owners),
@@ -324,17 +323,23 @@ def prepare(
         if (handle := shells.get(position)) is not None:
             set_role(node, Role(NodeKind.SHELL, buckets.index(handle.bucket), handle.index))
     dumps = GraphFolder.from_environment(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
-    is_real = compat.is_real_group(buckets[0].topology.every.name)
-    prediction = chosen.prediction(buckets[0].device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
     units = [unit for owner in owners for unit in owner.eager.units]
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
-    fp8 = fp8_matmul(chosen, buckets)
-    record = pipeline.CompileRecord(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
-    call = GraphArguments(shells, buckets, functools.partial(fp8_candidates, chosen) if fp8 is not None else None)
+    record = pipeline.CompileRecord(
+        context,
+        chosen.passes,
+        chosen.verify == "each",
+        dumps,
+        guests.producer(chosen, buckets, meeting, explores, plan),
+        guests.forecast(chosen, buckets),
+        absent,
+    )
+    in_fp8 = chosen.fp8_matmul is not None
+    call = GraphArguments(shells, buckets, functools.partial(fp8_candidates, chosen) if in_fp8 else None)
     least = LEAST if chosen.regions == "auto" else 2 if chosen.regions else 0
     move = functools.partial(_move_into_regions, record, chosen, units, buckets, least, refused or {})
-    pipeline.rewrite_dynamo_graph(gm, record, move if least else None, fp8)
+    pipeline.rewrite_dynamo_graph(gm, record, move if least else None)
     for owner in owners:
         owner.check_complete()
     fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
@@ -379,8 +384,9 @@ def _move_into_regions(
     record.regions, record.inlined = outline(graph, record.context, unit_of, of_regions, least, refused)
     record.inlined |= {unit.name: "its unit is gathered module by module" for unit in units if unit.is_module}
     fused = chosen.fuses
+    features = tuple(feature for feature in record.context.features if feature.in_regions)
     for body in record.regions:
-        make = functools.partial(trace, body, record.context.policy, chosen.float32_gradients, fused)
+        make = functools.partial(trace, body, record.context.policy, features, fused)
         body.module.region = compat.Region(body.name, make, is_exact=not fused)  # type: ignore[assignment]
 
 
@@ -427,7 +433,7 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         def in_two(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            budget, distinct = 1.0, roles.DISTINCT if options.loss_chunks is None else loss_chunks.DISTINCT
+            budget, distinct = 1.0, record.distinct if record is not None else roles.DISTINCT
             if record is not None and not record.regions:  # otherwise it is that of the regions
                 budget = record.context.policy.activation_budgets[0]
             return compat.min_cut_partition(
@@ -449,10 +455,10 @@ def _compile_inner(
         elif record is not None:
             pipeline.finish_graph(graph, phase_of(graph), record)
 
-    def chunk_loss(graph: fx.Graph) -> None:
-        if region_of(graph) is None and record is not None and options.loss_chunks is not None:
+    def rewrite(graph: fx.Graph) -> None:
+        if region_of(graph) is None and record is not None:
             joint = graph.owning_module
-            joint.graph = pipeline.chunk_loss(joint, record, options.loss_chunks).graph
+            joint.graph = pipeline.rewrite_joint(joint, record).graph
 
     def finish_all(gm: fx.GraphModule) -> None:
         for region in dict.fromkeys(map(roles.body_of, roles.region_calls(gm.graph))):
@@ -468,11 +474,11 @@ def _compile_inner(
     settings = dict(options.inductor)
     patches = ({} if options.cuts else compat.inductor_config_patches()) | settings
     if record is not None:
-        if record.meeting is not None and "joint_custom_post_pass" not in patches:
-            decide = functools.partial(pipeline.decide_inference, record=record)
+        if record.producer.meets and "joint_custom_post_pass" not in patches:
+            decide = functools.partial(record.producer.decide_early, record=record)
             patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
-        if options.loss_chunks is not None:
-            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(chunk_loss, uuid)}
+        if any(feature.rewrites_joint for feature in record.context.features):
+            patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(rewrite, uuid)}
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
     if options.cuts:
         # Lowerings are registered when a piece is compiled: importing Inductor's takes half a second of a warm start.
@@ -505,13 +511,13 @@ def _run_in_pieces(
     finish(module)
     begun, phase = time.perf_counter(), phase_of(module.graph)
 
-    costs = record.costs if record is not None else None
+    forecast = record.forecast if record is not None else None
     seconds: dict[compat.CompiledPiece, float] = {}
 
     def prepared(piece: Piece) -> compat.CompiledPiece:
         found = compat.prepare_piece(piece.module, piece.inputs, settings, f"mfsdp {source_digest()}")
-        if found not in seconds:  # of equal pieces, the first one
-            seconds[found] = sum(map(costs.kernel, kernels(piece.module.graph, True))) if costs is not None else 0.0
+        if forecast is not None and found not in seconds:  # of equal pieces, the first one
+            seconds[found] = forecast.seconds(piece.module.graph)
         return found
 
     program = cut(module, prepared)
@@ -537,8 +543,8 @@ def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -
     context, decided = "", ""
     identities = options.pass_identities()
     if record is not None:
-        observes = record.observer is not None or options.report or record.explores
-        if observes or (digest := pipeline.decision_digest(record)) is None:
+        observes = record.observer is not None or options.report or not record.producer.is_cacheable
+        if observes or (digest := record.producer.digest) is None:
             return None
         context, decided = record.context.signature, digest
     if identities is None:

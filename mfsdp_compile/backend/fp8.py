@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,18 +12,16 @@ from mfsdp_compile.runtime.model.sharded_model import models_of
 
 from .options import CompileOptions
 
-if TYPE_CHECKING:
-    from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 
+def fp8_products(chosen: CompileOptions, buckets: Sequence[Bucket]) -> tuple[frozenset[int], ...]:
+    """Return the indices of the weights that may be multiplied in float8, by bucket.
 
-def fp8_matmul(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
-    if chosen.fp8_matmul is None:
-        return None
+    Raises:
+        ValueError: The device has no such products.
+    """
+    assert chosen.fp8_matmul is not None
     check_multiplies_fp8(buckets[0].device, chosen.fp8_matmul)
-    candidates = tuple(fp8_candidates(chosen, bucket) for bucket in buckets)
-    from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
-
-    return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
+    return tuple(fp8_candidates(chosen, bucket) for bucket in buckets)
 
 
 def check_multiplies_fp8(device: torch.device, scaling: str) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
-from mfsdp_compile.passes.solver.costs import CostModel, Ring
-from mfsdp_compile.passes.solver.hardware import Hardware, hardware, known_gpu
-from mfsdp_compile.passes.solver.simulate import OptimizerCost
+from mfsdp_compile.passes.pipeline import UserPass, name_of
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
@@ -21,6 +18,10 @@ from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from ..byte_sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from mfsdp_compile.passes.guests.solver.hardware import Hardware
+    from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost
 
 INNER_COMPILERS = ("inductor", "aot_eager", "inductor_whole")
 VERIFY = ("once", "each")
@@ -48,7 +49,7 @@ class CompileOptions:
         hardware: The machine that times are predicted for, from ``options={"hardware": name}``: the name of a machine
             that this package knows, or a file that ``mfsdp calibrate`` wrote. Default: the known machine closest to the
             current device.
-        optimizer: The optimizer whose state and step are counted in predictions.
+        optimizer: The optimizer whose state and step are counted in predictions; None: AdamW.
         regions: Whether equal units are compiled once, as regions that the graph calls. ``"auto"``: if at least three
             units are equal. True: if at least two are. False: every unit is part of the graph. :func:`explain` says
             which units are regions, and why others are not.
@@ -62,13 +63,13 @@ class CompileOptions:
             each operand; ``"tensorwise"``, with one per matrix; ``"auto"``: rowwise, for layers that are large enough
             to be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of
             their weights be multiples of 16; :func:`explain` says which were left, and why. See
-            :mod:`mfsdp_compile.passes.fp8_matmul`.
+            :mod:`mfsdp_compile.passes.guests.fp8_matmul`.
         fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
         fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
             must answer the same on all ranks.
         loss_chunks: Number of chunks of tokens that the logits and the loss are computed in, one after the other with
             their gradients, so that no tensor holds all logits. The model must return only the loss. None: not in
-            chunks. Inductor only. See :mod:`mfsdp_compile.passes.loss_chunks`.
+            chunks. Inductor only. See :mod:`mfsdp_compile.passes.guests.loss_chunks`.
         inductor: Settings of ``torch._inductor.config`` for the inner compiler.
         passes: Your own passes, ``pass(graph, context, phase) -> Report | None``. They run after the built-in ones on
             forward, backward and inference graphs, and the graph is verified after each. Compile caches identify a pass
@@ -88,7 +89,7 @@ class CompileOptions:
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     text: ScheduleText | None = None
     hardware: Hardware | None = None
-    optimizer: OptimizerCost = field(default_factory=OptimizerCost)
+    optimizer: OptimizerCost | None = None
     regions: bool | str = "auto"
     report: bool = False
     float32_gradients: bool = False
@@ -158,17 +159,6 @@ class CompileOptions:
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
         return None if None in found else found
 
-    def prediction(self, device: torch.device, holds_inputs: bool) -> Prediction:
-        """Return what predicts times and memory for tensors on ``device``.
-
-        Args:
-            holds_inputs: Whether the process group keeps the input of a collective until the collective has been
-                awaited.
-        """
-        machine, fused = self.hardware or hardware(default_hardware(device)), self.fuses
-        costs = CostModel(machine, fused, fused or holds_inputs, known_rings())
-        return Prediction(costs, self.optimizer, self.text)
-
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
         """Parse the arguments of ``torch.compile``. Raises ValueError for unknown options and unsupported values."""
@@ -198,10 +188,11 @@ class CompileOptions:
         text = _schedule_text(given.pop("schedule", None), scheduled)
         if text is not None and text.portions:
             schedule = replace(schedule, reshard_after_forward=text.portions)
-        given["hardware"], given["optimizer"] = (
-            _hardware(given.get("hardware")),
-            _optimizer(given.get("optimizer", "adamw")),
-        )
+        if given.get("hardware") is not None or "optimizer" in given:
+            from .predictions import hardware_of, optimizer_of
+
+            given["hardware"] = hardware_of(given["hardware"]) if given.get("hardware") is not None else None
+            given["optimizer"] = optimizer_of(given.get("optimizer", "adamw"))
         known = sorted(CompileOptions.names())
         if unknown := [name for name in given if name not in known]:
             raise ValueError(
@@ -331,43 +322,6 @@ def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
         )
 
 
-OPTIMIZERS = {
-    optimizer.name: optimizer
-    for optimizer in (
-        OptimizerCost("adamw", 8, 28, 0),
-        OptimizerCost("adamw-foreach", 8, 60, 4),  # one pass over memory per operation; a copy of the parameters
-        OptimizerCost("adamw-8bit", 2, 18, 0),
-        OptimizerCost("sgd", 0, 12, 0),
-        OptimizerCost("sgd-momentum", 4, 20, 0),
-        OptimizerCost("muon", 4, 20, 4),
-    )
-}
-
-
-def known_rings() -> dict[str, Ring]:
-    """Return this rank's process groups by name: a model's own collectives may run over any of them."""
-    return {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
-
-
-def _optimizer(given: Any) -> OptimizerCost:
-    if isinstance(given, OptimizerCost):
-        return given
-    if given not in OPTIMIZERS:
-        raise ValueError(
-            f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}."
-            f"{did_you_mean(given, OPTIMIZERS)}"
-        )
-    return OPTIMIZERS[given]
-
-
-def _hardware(given: Any) -> Hardware | None:
-    if given is None or isinstance(given, Hardware):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(f"options['hardware'] takes a name or a file, got {given!r}")
-    return hardware(given)
-
-
 def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | None:
     if given is None:
         return None
@@ -377,10 +331,3 @@ def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | Non
             "only one of them."
         )
     return given if isinstance(given, ScheduleText) else ScheduleText.load(given)
-
-
-def default_hardware(device: torch.device) -> str:
-    """Return the name of the known machine that is most like the current one."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "cpu"
-    return known_gpu(torch.cuda.get_device_name(device)) or "h100-ib"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mfsdp_compile.passes.solver.across_ranks import Settled
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.ranks.agreement import has_others
 
+if TYPE_CHECKING:
+    from mfsdp_compile.passes.guests.solver.across_ranks import Settled
+
 
 class RankMeeting:
-    """The :class:`~mfsdp_compile.passes.solver.across_ranks.Meeting` of the ranks of a model.
+    """The :class:`~mfsdp_compile.passes.guests.solver.across_ranks.Meeting` of the ranks of a model.
 
     Compiled code holds it, so it keeps only a weak reference to the model.
 

@@ -23,8 +23,9 @@ from torch import Tensor, fx
 
 from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
 from mfsdp_compile.passes.context import Context, phase_of, set_phase
+from mfsdp_compile.passes.features import Feature
+from mfsdp_compile.passes.kernels import base, is_alias
 from mfsdp_compile.passes.regions import RegionBody
-from mfsdp_compile.passes.solver.kernels import base, is_alias
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Source
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -34,13 +35,18 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def trace(
-    body: RegionBody, policy: SchedulePolicy, float32_gradients: bool, fused: bool, name: str, operands: Sequence[Any]
+    body: RegionBody,
+    policy: SchedulePolicy,
+    features: tuple[Feature, ...],
+    fused: bool,
+    name: str,
+    operands: Sequence[Any],
 ) -> RegionGraphs:
     """Make the graphs of a region.
 
     Args:
         policy: Says what forward may save.
-        float32_gradients: Whether matmuls write gradients in float32 where possible.
+        features: Features that change graphs of regions.
         fused: Whether Inductor compiles them.
         name: Name of the graphs.
         operands: Tensors like those that it will be called with.
@@ -48,7 +54,7 @@ def trace(
     Raises:
         NotARegion: The body cannot be traced apart.
     """
-    context = Context(body.buckets, SchedulePolicy(), whole_model=False, float32_gradients=float32_gradients)
+    context = Context(body.buckets, SchedulePolicy(), whole_model=False, features=features)
     outputs = len(body.differentiable)
     try:
         joint, differentiates = compat.trace_joint(body.module, operands, fused)

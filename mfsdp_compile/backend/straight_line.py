@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.passes import roles
-from mfsdp_compile.report.numbers import bytes_text, seconds_text
+from mfsdp_compile.quantities import bytes_text, seconds_text
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.collectives import ops as ops  # the operators that are called
 
@@ -113,7 +113,7 @@ class Program:
         """Return a line about all pieces, and one about each: how often it is called, and what a call takes.
 
         Args:
-            seconds: Predicted seconds of a call of each piece.
+            seconds: Predicted seconds of a call of each piece; empty: nothing was predicted.
         """
         of_piece: dict[compat.CompiledPiece, list[Call]] = {}
         for call in self._calls():
@@ -124,9 +124,8 @@ class Program:
             times = _count(len(calls), "call")
             moved = f"takes {bytes_text(_size(calls[0].takes))} and returns {bytes_text(_size(calls[0].returns))}"
             inside = f"{_count(piece.operators, 'operator')} in {_count(piece.launches, 'launch')}"
-            lines.append(
-                f"piece {number}: {times} of {inside}, {seconds_text(seconds[piece])} by prediction; each {moved}"
-            )
+            told = f", {seconds_text(seconds[piece])} by prediction" if seconds else ""
+            lines.append(f"piece {number}: {times} of {inside}{told}; each {moved}")
         return lines
 
     def _calls(self) -> list[Call]:

@@ -30,9 +30,11 @@ import torch.distributed as dist
 
 from mfsdp_compile import progress
 from mfsdp_compile.passes.context import Report
-from mfsdp_compile.passes.pipeline import CompileRecord, Prediction, usable_budget
-from mfsdp_compile.passes.solver.solve import solve
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.forecast import Prediction
+from mfsdp_compile.passes.guests.solver.producer import Predicting, usable_budget
+from mfsdp_compile.passes.guests.solver.solve import solve
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
+from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime.digests import digest
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.program_lines import warn
@@ -79,19 +81,20 @@ def label_of(policy: SchedulePolicy) -> str:
 
 
 def candidates(
-    record: CompileRecord, prediction: Prediction, given: Iterable[str], reshards: Sequence[bool | int]
+    record: CompileRecord, producer: Predicting, given: Iterable[str], reshards: Sequence[bool | int]
 ) -> list[Candidate]:
     """Return the schedules to try besides the one that was compiled. A collective.
 
     Args:
         record: Of the schedule that was compiled.
+        producer: What decided about it.
         given: Names of the numbers that the user has set. They stay as they are.
         reshards: Values of ``reshard_after_forward`` to try.
     """
-    plan = record.plan
+    plan = producer.plan
     assert plan is not None
     grid = list(_grid(record.context.policy, frozenset(given), reshards))
-    mine = _offers(plan, prediction, grid)
+    mine = _offers(plan, producer.prediction, grid)
     first = digest(_effect(plan, record.decisions))
 
     def combine(offers: Sequence[Any]) -> list[tuple[int, float]]:
@@ -103,10 +106,10 @@ def candidates(
                 found.append((number, max(seconds for seconds, _ in theirs)))
         return found
 
-    if record.meeting is None:
+    if producer.meeting is None:
         fitting = combine([mine])
     else:
-        fitting = record.meeting.meet("schedules to try", [str(len(mine))], mine, combine, again=False)
+        fitting = producer.meeting.meet("schedules to try", [str(len(mine))], mine, combine, again=False)
     return _spread([Candidate(grid[number], seconds) for number, seconds in fitting])[: MOST - 1]
 
 
@@ -405,14 +408,14 @@ def tuned_graph(
     Returns:
         None if there is nothing to tune: the graph has no backward.
     """
-    record = first.record
-    if record.plan is None or record.prediction is None:
+    record, producer = first.record, first.record.producer
+    if not isinstance(producer, Predicting) or producer.plan is None:
         return None
     if tuning is not None:
         others = [replace(chosen, schedule=each.policy) for each in tuning.schedules[1:]]
         return TunedGraph(tuning, [first, *(compiles(options, explores=True, first=first) for options in others)])
     where = Path(chosen.tune if isinstance(chosen.tune, str) else FILE)
-    found = candidates(record, record.prediction, chosen.given, _reshards(owner))
+    found = candidates(record, producer, chosen.given, _reshards(owner))
     is_dynamic = any(piece.key is None for piece in record.pieces)
     compiled: dict[int, CompiledGraph] = {}
     for number, each in enumerate(found if not is_dynamic else ()):
@@ -423,9 +426,9 @@ def tuned_graph(
             options = replace(chosen, schedule=each.policy)
             compiled[number] = compiles(options, explores=True, first=first, known=set(record.pieces))
     kept = sorted(compiled)
-    if record.meeting is not None:
-        kept = record.meeting.meet("schedules of the same pieces", [], kept, _in_all, again=False)
-    seconds = record.plan.timeline(record.decisions, record.prediction.optimizer).seconds
+    if producer.meeting is not None:
+        kept = producer.meeting.meet("schedules of the same pieces", [], kept, _in_all, again=False)
+    seconds = producer.plan.timeline(record.decisions, producer.prediction.optimizer).seconds
     schedules = [Candidate(chosen.schedule, seconds), *(found[number] for number in kept)]
     left = len(found) - len(kept)
     told = f"{left} more were not tried: they need other pieces, whose numbers would differ by rounding"

@@ -29,7 +29,7 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.checkpoint.manifest import read_manifest
 from mfsdp_compile.metrics import StepMetrics, StepRecord, model_flops
 from mfsdp_compile.planning import calibrated, forecast
-from mfsdp_compile.report.numbers import bytes_text, change_text, seconds_text
+from mfsdp_compile.quantities import bytes_text, change_text, seconds_text
 from mfsdp_compile.report.step_report import step_seconds
 from mfsdp_compile.runtime.untrusted_files import read_text, write_text
 

@@ -19,7 +19,6 @@ from torch import nn
 from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.folding import folded
 from mfsdp_compile.passes.pipeline import CompileRecord
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import Policies
@@ -27,8 +26,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from ..backend.bucket_infos import bucket_info
 from ..backend.verify_step import unchanged
-from ..report.numbers import bytes_text
-from ..report.step_report import host_text
+from ..quantities import bytes_text
 from ..wrapper import unwrapped
 
 
@@ -159,11 +157,14 @@ def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _host(sharded: ShardedModel) -> str:
     infos = [bucket_info(bucket.plan, bucket.topology) for bucket in sharded.buckets]
-    if not (held := host_memory(infos, OptimizerCost(state_bytes=0))):
+    if not (offloaded := [info for info in infos if info.rests_in_host_memory]):
         return ""
-    copies = sum(info.resident_bytes for info in infos if info.rests_in_host_memory and not info.resident_groups)
+    shards = sum(info.shard_bytes for info in offloaded)
+    gradients = sum(info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable)
+    held = f"parameter shards {bytes_text(shards)}" + (f", gradients {bytes_text(gradients)}" if gradients else "")
+    copies = sum(info.resident_bytes for info in offloaded if not info.resident_groups)
     more = f"; the device keeps copies of shards, {bytes_text(copies)}" if copies else ""
-    return f"{host_text(held)} per rank, and the optimizer's state{more}"
+    return f"{held} per rank, and the optimizer's state{more}"
 
 
 @contextlib.contextmanager

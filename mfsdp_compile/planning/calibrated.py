@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mfsdp_compile.passes.solver.hardware import Hardware, hardware
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, hardware
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.untrusted_files import write_text

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from mfsdp_compile.passes.solver.hardware import Hardware, Link
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, Link
 from mfsdp_compile.processes import run_ranks
 from mfsdp_compile.runtime.untrusted_files import write_text
 

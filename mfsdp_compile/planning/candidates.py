@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mfsdp_compile.passes.solver.hardware import Hardware
+from mfsdp_compile.passes.guests.solver.hardware import Hardware
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.geometry.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.backend.predictions import OPTIMIZERS
 from mfsdp_compile.byte_sizes import parse_bytes
-from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
-from mfsdp_compile.passes.solver.reasons import gib
-from mfsdp_compile.passes.solver.simulate import host_memory
+from mfsdp_compile.passes.guests.solver.hardware import hardware, known_hardware
+from mfsdp_compile.passes.guests.solver.reasons import gib
+from mfsdp_compile.passes.guests.solver.simulate import host_memory
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize

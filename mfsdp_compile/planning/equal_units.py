@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mfsdp_compile.passes.solver.outline import Copies, Gradients, Outline, Use
+from mfsdp_compile.passes.guests.solver.outline import Copies, Gradients, Outline, Use
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 

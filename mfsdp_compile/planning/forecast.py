@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.reasons import explained
-from mfsdp_compile.passes.solver.simulate import (
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.forecast import Forecast
+from mfsdp_compile.passes.guests.solver.producer import Solver
+from mfsdp_compile.passes.guests.solver.reasons import explained
+from mfsdp_compile.passes.guests.solver.simulate import (
     Exposure,
     Stage,
     StartCopy,
@@ -28,7 +29,8 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.step_events import PHASES
+from mfsdp_compile.passes.guests.solver.step_events import PHASES
+from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -64,22 +66,21 @@ class _Compiled:
         self.model = unwrapped(model, "report")
         records: list[CompileRecord] = self.model.sharded.compiled_graphs
         wanted = set(PHASES.values())
-        whole = [r for r in records if r.context.whole_model and wanted <= r.events.keys()]
+        forecasts = [(r, r.forecast) for r in records if isinstance(r.forecast, Forecast)]
+        whole = [(r, f) for r, f in forecasts if r.context.whole_model and wanted <= f.events.keys()]
         if not whole:
             raise RuntimeError(_why_nothing(records))
-        self.record = whole[-1]
-        prediction = self.record.prediction
-        assert prediction is not None
-        self.prediction: Prediction = prediction
+        self.record, self.forecast = whole[-1]
+        prediction = self.prediction = self.forecast.prediction
         self.context: Context = self.record.context
-        events = {stage: self.record.events[phase] for stage, phase in PHASES.items()}
+        events = {stage: self.forecast.events[phase] for stage, phase in PHASES.items()}
         resting = resting_memory(self.context.buckets, prediction.optimizer, self.context.other_bytes)
         found = simulate(events, self.context, prediction.costs, resting, prediction.optimizer)
         self.timeline = explained(found, self.record.decisions, PHASES)
 
     @property
     def host_memory(self) -> Mapping[Category, int]:
-        copies = (event.copy for event in self.record.events[Phase.FORWARD] if isinstance(event, StartCopy))
+        copies = (event.copy for event in self.forecast.events[Phase.FORWARD] if isinstance(event, StartCopy))
         saved = sum(copy.bytes for copy in copies if copy.outward)
         return host_memory(self.context.buckets, self.prediction.optimizer, saved)
 
@@ -91,7 +92,10 @@ def _why_nothing(records: Sequence[CompileRecord]) -> str:
             f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training "
             "step."
         )
-    failed = [f"{phase.value}: {why}" for r in records for phase, why in r.unpredicted.items()]
+    forecasts = [record.forecast for record in records if isinstance(record.forecast, Forecast)]
+    if not forecasts:
+        return f"{start}the model was not compiled for a report. Compile with options={{'report': True}}."
+    failed = [f"{phase.value}: {why}" for forecast in forecasts for phase, why in forecast.unpredicted.items()]
     if failed:
         return f"{start}the graphs could not be followed ({'; '.join(failed)}). Please report this."
     if not any(r.context.whole_model for r in records):
@@ -99,8 +103,6 @@ def _why_nothing(records: Sequence[CompileRecord]) -> str:
             f"{start}no graph holds the whole model; mfsdp_compile.explain(model, *inputs) says where it breaks. "
             "Compile with fullgraph=True."
         )
-    if all(not r.schedules for r in records):
-        return f"{start}the graphs came from a compile cache. Compile with options={{'report': True}}."
     return f"{start}no backward has been compiled: run a training step."
 
 
@@ -300,7 +302,8 @@ def report(
 
 
 def _environment(compiled: _Compiled) -> Mapping[str, str]:
-    sharded, prediction, settled = compiled.model.sharded, compiled.prediction, compiled.record.settled
+    sharded, prediction, producer = compiled.model.sharded, compiled.prediction, compiled.record.producer
+    settled = producer.settled if isinstance(producer, Solver) else None
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.backend.predictions import OPTIMIZERS
 from mfsdp_compile.passes.context import Context, SchedulePolicy
-from mfsdp_compile.passes.solver.hardware import Hardware
-from mfsdp_compile.passes.solver.reasons import gib
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
-from mfsdp_compile.passes.solver.solve import Solution, solve
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.hardware import Hardware
+from mfsdp_compile.passes.guests.solver.reasons import gib
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, Timeline
+from mfsdp_compile.passes.guests.solver.solve import Solution, solve
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy

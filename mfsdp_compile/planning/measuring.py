@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mfsdp_compile.passes.solver.hardware import Link
+from mfsdp_compile.passes.guests.solver.hardware import Link
 from mfsdp_compile.runtime import compat
 
 

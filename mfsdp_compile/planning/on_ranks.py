@@ -11,9 +11,9 @@ from torch import nn
 
 from mfsdp_compile.backend.compile import bucket_info
 from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.outline import Gradients, Outline, grouped
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.bucket_plan import ParamLocation
 from mfsdp_compile.runtime.geometry.exchange import buffer_bytes

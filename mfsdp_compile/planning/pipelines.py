@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mfsdp_compile.passes.solver.costs import Ring, collective_seconds
-from mfsdp_compile.passes.solver.reasons import BudgetError, explained, gib
-from mfsdp_compile.passes.solver.simulate import Timeline, simulate
-from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
+from mfsdp_compile.passes.guests.solver.costs import Ring, collective_seconds
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError, explained, gib
+from mfsdp_compile.passes.guests.solver.simulate import Timeline, simulate
+from mfsdp_compile.passes.guests.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.decisions import Decisions
 from mfsdp_compile.runtime.schedule.phase import Phase

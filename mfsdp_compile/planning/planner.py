@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mfsdp_compile.passes.solver.hardware import Hardware
-from mfsdp_compile.passes.solver.reasons import BudgetError, explained
-from mfsdp_compile.passes.solver.solve import solve
-from mfsdp_compile.passes.solver.step_events import PHASES
+from mfsdp_compile.passes.guests.solver.hardware import Hardware
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError, explained
+from mfsdp_compile.passes.guests.solver.solve import solve
+from mfsdp_compile.passes.guests.solver.step_events import PHASES
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 
 from . import offloading

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mfsdp_compile.passes.solver.costs import Ring, collective_seconds
-from mfsdp_compile.passes.solver.hardware import Hardware
+from mfsdp_compile.passes.guests.solver.costs import Ring, collective_seconds
+from mfsdp_compile.passes.guests.solver.hardware import Hardware
 
 from .candidates import Candidate
 from .jobs import Job, Planned

@@ -24,15 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend.compile import find_shells, prepare
-from mfsdp_compile.backend.options import CompileOptions, known_rings
+from mfsdp_compile.backend.options import CompileOptions
+from mfsdp_compile.backend.predictions import known_rings
 from mfsdp_compile.diagnostics.explain import reason_and_place
 from mfsdp_compile.parallel.context_parallel import ContextParallel
-from mfsdp_compile.passes import loss_chunks, pipeline, roles
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context, SchedulePolicy
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.hardware import Hardware
-from mfsdp_compile.passes.solver.kernels import kernels, origin
-from mfsdp_compile.passes.solver.outline import Outline
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.hardware import Hardware
+from mfsdp_compile.passes.guests.solver.outline import Outline
+from mfsdp_compile.passes.guests.solver.producer import outlines_of
+from mfsdp_compile.passes.kernels import kernels, origin
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, Policies
@@ -348,16 +350,16 @@ def _outlines(
         found.append(record)
 
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-            if options.loss_chunks is not None:
-                joint = pipeline.chunk_loss(joint, record, options.loss_chunks)
+            joint = pipeline.rewrite_joint(joint, record)
             if fused:
                 joint = compat.inductor_joint_passes(joint)
             count = kwargs["num_fwd_outputs"]
-            distinct = () if options.loss_chunks is None else loss_chunks.DISTINCT
-            in_two = functools.partial(compat.min_cut_partition, joint_inputs=joint_inputs, distinct=distinct, **kwargs)
+            in_two = functools.partial(
+                compat.min_cut_partition, joint_inputs=joint_inputs, distinct=record.distinct, **kwargs
+            )
             graphs = pipeline.trial(joint, record, count, in_two)
             forward = graphs[Phase.FORWARD]
-            outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
+            outlines.update(outlines_of(graphs, record.context, costs, count))
             readers.update(_readers(forward, record.context, fused))
             outputs.extend(node.meta["val"] for node in forward.output_node().args[0][:count])
             raise _Traced  # nothing after this point is needed

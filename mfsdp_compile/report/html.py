@@ -14,10 +14,11 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import Exposure, Span, Timeline
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import Exposure, Span, Timeline
 
-from .numbers import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
+from ..quantities import BYTES, SECONDS, bytes_text, seconds_text
+from .exposures import called, exposure_text, overlap_text
 from .step_report import StepReport, Table, later, peak_text, tables
 from .timeline import exposure_of, extent, lanes, peak_of, points, stages
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import Span, Timeline
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import Span, Timeline
 
-from .numbers import called, exposure_text
+from .exposures import called, exposure_text
 from .timeline import exposure_of, lanes, points
 
 _PROCESS = 1

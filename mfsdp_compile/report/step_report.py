@@ -10,10 +10,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mfsdp_compile.passes.context import BucketInfo
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import Exposure, Stage, Timeline
 
-from .numbers import bytes_text, called, change_text, flops_text, is_exposed, percent_text, reason_text, seconds_text
+from ..quantities import bytes_text, change_text, flops_text, percent_text, seconds_text
+from .exposures import called, is_exposed, reason_text
 
 if TYPE_CHECKING:
     from ..metrics import StepRecord

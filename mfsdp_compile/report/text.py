@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from mfsdp_compile.passes.solver.simulate import MemoryCurve, Span, Stage, Timeline
+from mfsdp_compile.passes.guests.solver.simulate import MemoryCurve, Span, Stage, Timeline
 
-from .numbers import bytes_text, seconds_text
+from ..quantities import bytes_text, seconds_text
 from .step_report import StepReport, Table, peak_text, tables
 from .timeline import MemorySample, extent, peak_of, points, stages, streams
 

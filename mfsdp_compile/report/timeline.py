@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import Exposure, MemoryCurve, Span, Stage, Timeline
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import Exposure, MemoryCurve, Span, Stage, Timeline
 
-from .numbers import is_exposed
+from .exposures import is_exposed
 
 STREAMS = ("compute", "gather", "reduce")
 """Streams from top to bottom. Others follow."""

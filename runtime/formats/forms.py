@@ -19,7 +19,7 @@ A form says how parameters are quantized, and what modules get of what was gathe
 
 ``"multiplied"``
     What compiled code with ``fp8_matmul`` takes in place of the first: data and scales, for products in float8. No
-    bucket is planned in this form; see :mod:`mfsdp_compile.passes.fp8_matmul`.
+    bucket is planned in this form; see :mod:`mfsdp_compile.passes.guests.fp8_matmul`.
 
 With other forms, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
 uses. A module gets what the form's wrapper makes of three tensors:

@@ -1,7 +1,7 @@
 """Linear layers whose matrix products are computed in float8: ``torch.ops.mfsdp.fp8_linear`` and ``fp8_quantize``.
 
-:mod:`mfsdp_compile.passes.fp8_matmul` puts the first into Dynamo's graph. It is composite and differentiable: graphs
-show quantizations and products, ``y = x W^T`` with ``x`` ``[tokens, in]`` and ``W`` ``[out, in]``::
+:mod:`mfsdp_compile.passes.guests.fp8_matmul` puts the first into Dynamo's graph. It is composite and differentiable:
+graphs show quantizations and products, ``y = x W^T`` with ``x`` ``[tokens, in]`` and ``W`` ``[out, in]``::
 
     product   operands             sums over   dtypes, "rowwise"    dtypes, "tensorwise"
     forward   x @ W^T              in          e4m3 @ e4m3          e4m3 @ e4m3

@@ -28,7 +28,7 @@ from mfsdp_compile.convert import huggingface
 from mfsdp_compile.convert.param_groups import read_map
 from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
 from mfsdp_compile.diagnostics import hang
-from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.hardware import hardware
 
 SECONDS = 20
 """Time limit for one input. Most take a millisecond or two."""

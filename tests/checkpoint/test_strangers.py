@@ -31,7 +31,7 @@ from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
 from mfsdp_compile.diagnostics import hang
 from mfsdp_compile.examples import job_config
 from mfsdp_compile.examples.torchtitan_style import optimizer_class
-from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.hardware import hardware
 from mfsdp_compile.planning.workloads import _hugging_face
 from mfsdp_compile.runtime.digests import value_digest
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, parse_json, read_json

@@ -25,7 +25,7 @@ PASSED_ON = {
     "mfsdp_compile/convert/inspect_checkpoint.py",
     "mfsdp_compile/convert/to_torch_dist.py",
     "mfsdp_compile/convert/from_torch_dist.py",
-    "passes/solver/across_ranks.py",
+    "passes/guests/solver/across_ranks.py",
     "runtime/compat/dynamo.py",
     "runtime/compat/regions.py",
     "runtime/memory/operators/whole.py",

@@ -16,7 +16,7 @@ from gpu_models import FAKE, MODES
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama
-from mfsdp_compile.passes.solver.simulate import Stage
+from mfsdp_compile.passes.guests.solver.simulate import Stage
 from mfsdp_compile.planning import forecast
 
 

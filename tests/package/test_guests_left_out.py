@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-APART = ("sums_in_order", "quantized", "offload", "optimizers", "capture")
-"""Guests that have a folder of their own, which the core does not need. The others are still parts of it."""
+GUESTS = {
+    **{name: [f"runtime.guests.{name}"] for name in ("sums_in_order", "quantized", "optimizers", "capture")},
+    "offload": ["runtime.guests.offload", "passes.guests.activations"],
+    "solver": ["passes.guests.solver"],
+    **{name: [f"passes.guests.{name}"] for name in ("fp8_matmul", "loss_chunks", "float32_gradients")},
+}
+"""Modules of guests that the core does not need. Others are still parts of it: portions, buffers, ranks in step."""
 
 TRAINS = """
+import importlib.util
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mfsdp_compile.backend.compile
 from mfsdp_compile import explain, fully_shard_model
 
+assert not any(importlib.util.find_spec(f"mfsdp_compile.{name}") for name in sys.argv[1:])
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 for strategy in range(4):
     for mode in ("eager", "aot_eager"):
@@ -42,14 +51,15 @@ print("trained")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left_out", [APART, *(pytest.param((guest,), marks=pytest.mark.long) for guest in APART)])
-def test_models_train(left_out: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("guest", ["all", *(pytest.param(guest, marks=pytest.mark.long) for guest in GUESTS)])
+def test_models_train(guest: str, tmp_path: Path) -> None:
     package = tmp_path / "mfsdp_compile"
     for source, to in (("mfsdp_compile", package), ("passes", package / "passes"), ("runtime", package / "runtime")):
         shutil.copytree(ROOT / source, to, ignore=shutil.ignore_patterns("__pycache__"))
-    for guest in left_out:
-        shutil.rmtree(package / "runtime/guests" / guest)
+    left_out = GUESTS[guest] if guest != "all" else [name for names in GUESTS.values() for name in names]
+    for path in (package.joinpath(*name.split(".")) for name in left_out):
+        shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", TRAINS]
+    command = [sys.executable, "-W", "ignore", "-c", TRAINS, *left_out]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("trained\n"), done.stderr[-4000:]

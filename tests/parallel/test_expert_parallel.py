@@ -31,8 +31,8 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated, collectives
 from mfsdp_compile.models.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import resting_memory
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import resting_memory
 from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace

@@ -23,9 +23,9 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.moe import Experts, MoeBlock, MoeConfig, MoeLlama, divide_experts, parallelize
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import resting_memory
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import resting_memory
 from mfsdp_compile.planning import Candidate, Job
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace

@@ -33,7 +33,7 @@ from mfsdp_compile.checkpoint import Checkpoints, load
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import allocated, collectives
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage, clip_grad_norm_, held_memory, state_of
-from mfsdp_compile.passes.solver.simulate import Category, OptimizerCost, resting_memory
+from mfsdp_compile.passes.guests.solver.simulate import Category, OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats import quantize
 

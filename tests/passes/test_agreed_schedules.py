@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes.solver import across_ranks
-from mfsdp_compile.passes.solver.reasons import BudgetError
+from mfsdp_compile.passes.guests.solver import across_ranks
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.decisions import Decisions, gather_by_policy

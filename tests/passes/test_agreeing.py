@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outlines import COSTS, bucket, chain
 
-from mfsdp_compile.passes.solver.across_ranks import Problem, Settled, effect, from_plain, plain, settle
-from mfsdp_compile.passes.solver.reasons import BudgetError
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
-from mfsdp_compile.passes.solver.solve import Solution
-from mfsdp_compile.passes.solver.step_events import StepOutlines
+from mfsdp_compile.passes.guests.solver.across_ranks import Problem, Settled, effect, from_plain, plain, settle
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, Timeline
+from mfsdp_compile.passes.guests.solver.solve import Solution
+from mfsdp_compile.passes.guests.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.schedule.decisions import Ahead, Behind, Decisions, Limit, Why
 from mfsdp_compile.runtime.schedule.phase import Phase
 
@@ -167,7 +167,7 @@ def test_the_smallest_schedule_is_there_when_no_other_fits_on_all(monkeypatch: p
     def greedy(*args: Any, **kwargs: Any) -> Solution:
         return everything
 
-    monkeypatch.setattr("mfsdp_compile.passes.solver.across_ranks.solve", greedy)
+    monkeypatch.setattr("mfsdp_compile.passes.guests.solver.across_ranks.solve", greedy)
     found = Hall(2).run(problems)
     assert effects(found) == {effect(plain(early.smallest().decisions))}
     settled, _ = found[1]

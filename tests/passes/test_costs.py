@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
-from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds, tile_efficiency
-from mfsdp_compile.passes.solver.flow import Category, flow_of
-from mfsdp_compile.passes.solver.kernels import Kernel, kernels, value_bytes
+from mfsdp_compile.passes.guests.solver.costs import CostModel, Ring, collective_seconds, tile_efficiency
+from mfsdp_compile.passes.guests.solver.flow import Category, flow_of
+from mfsdp_compile.passes.kernels import Kernel, kernels, value_bytes
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.lanes.plain import AllReduce, Cast, ReduceScatter, Scale
 

@@ -23,9 +23,9 @@ from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.fp8_matmul import _gains
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.guests.fp8_matmul import _gains
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.hardware import hardware
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.formats.fp8_linear import quantize_over
 from mfsdp_compile.runtime.schedule.phase import Phase

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfsdp_compile.cli import main
-from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware, known_hardware
+from mfsdp_compile.passes.guests.solver.hardware import Hardware, Link, hardware, known_hardware
 from mfsdp_compile.planning import calibration
 from mfsdp_compile.planning.calibration import calibrate, describe, fit_link
 from mfsdp_compile.planning.measuring import Effort, Measured, Timing

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, RANKS, bucket, context
 
 from mfsdp_compile.passes.context import Context
-from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
-from mfsdp_compile.passes.solver.flow import Category, Collective, SavedCopy, gather_of
-from mfsdp_compile.passes.solver.simulate import (
+from mfsdp_compile.passes.guests.solver.costs import CostModel, Ring, collective_seconds
+from mfsdp_compile.passes.guests.solver.flow import Category, Collective, SavedCopy, gather_of
+from mfsdp_compile.passes.guests.solver.simulate import (
     Allocate,
     Compute,
     Enter,

@@ -24,13 +24,13 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.solver import across_ranks
-from mfsdp_compile.passes.solver import solve as solving
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.outline import grouped
-from mfsdp_compile.passes.solver.reasons import BudgetError, explained
-from mfsdp_compile.passes.solver.room import SegmentMemory
-from mfsdp_compile.passes.solver.simulate import (
+from mfsdp_compile.passes.guests.solver import across_ranks
+from mfsdp_compile.passes.guests.solver import solve as solving
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.outline import grouped
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError, explained
+from mfsdp_compile.passes.guests.solver.room import SegmentMemory
+from mfsdp_compile.passes.guests.solver.simulate import (
     Compute,
     OptimizerCost,
     Stage,
@@ -40,8 +40,8 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
-from mfsdp_compile.passes.solver.solve import Solution, solve
-from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
+from mfsdp_compile.passes.guests.solver.solve import Solution, solve
+from mfsdp_compile.passes.guests.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.lanes.plain import AllGather
@@ -502,9 +502,9 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from outlines import bucket, chain
-from mfsdp_compile.passes.solver.simulate import OptimizerCost
-from mfsdp_compile.passes.solver.reasons import BudgetError
-from mfsdp_compile.passes.solver.solve import solve
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost
+from mfsdp_compile.passes.guests.solver.reasons import BudgetError
+from mfsdp_compile.passes.guests.solver.solve import solve
 sizes = [400_000, 1_000_000, 400_000, 400_000, 4_000_000, 400_000]
 buckets = [bucket(f"u{{i}}#{{j}}", size, f"u{{i}}") for i, size in enumerate(sizes) for j in range(2)]
 plan = chain(buckets, [20e-6] * 6, saved=10**6)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.cli import main
-from mfsdp_compile.passes.solver.hardware import Link, hardware
+from mfsdp_compile.passes.guests.solver.hardware import Link, hardware
 from mfsdp_compile.planning import calibrated, calibration, measuring
 from mfsdp_compile.planning.calibrated import cache_folder, quick, shapes_of, shapes_of_workload
 from mfsdp_compile.planning.measuring import Measured, Shapes, Timing

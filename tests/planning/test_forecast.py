@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import OptimizerOffloadPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, Timeline, resting_memory
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.report import to_text
 from mfsdp_compile.runtime.guests.offload import host

@@ -21,16 +21,23 @@ from pool import cpu_seconds
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.backend.predictions import OPTIMIZERS
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes.guests.solver import step_events
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.hardware import Link, hardware
+from mfsdp_compile.passes.guests.solver.simulate import (
+    Stage,
+    StartCopy,
+    Timeline,
+    host_memory,
+    resting_memory,
+    simulate,
+)
 from mfsdp_compile.passes.pipeline import CompileRecord
-from mfsdp_compile.passes.solver import step_events
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.passes.solver.simulate import Stage, StartCopy, Timeline, host_memory, resting_memory, simulate
 from mfsdp_compile.planning import Candidate, Job, Planned, plan, trace_model, workload
 from mfsdp_compile.planning.offloading import EVERY, OffloadedUnits, modules_of
 from mfsdp_compile.planning.on_ranks import problem_of

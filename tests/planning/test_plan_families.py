@@ -18,7 +18,7 @@ from torch import nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
-from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace

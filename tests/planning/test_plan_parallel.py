@@ -21,8 +21,8 @@ from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, Planned, on_ranks
 from mfsdp_compile.planning.one_f_one_b import begins, order
 from mfsdp_compile.planning.planner import planned, traced_stages

@@ -22,10 +22,10 @@ import torch
 
 from mfsdp_compile.metrics import StepRecord
 from mfsdp_compile.passes.context import BucketInfo, Context
-from mfsdp_compile.passes.solver.costs import CostModel
-from mfsdp_compile.passes.solver.flow import Category, Collective
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import (
+from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.flow import Category, Collective
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import (
     Allocate,
     Compute,
     Enter,
@@ -40,6 +40,7 @@ from mfsdp_compile.passes.solver.simulate import (
     resting_memory,
     simulate,
 )
+from mfsdp_compile.quantities import change_text
 from mfsdp_compile.report import (
     PassRow,
     StepReport,
@@ -57,7 +58,6 @@ from mfsdp_compile.report import (
     to_text,
     write,
 )
-from mfsdp_compile.report.numbers import change_text
 from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.geometry.groups import Group

@@ -21,8 +21,8 @@ from mfsdp_compile import MixedPrecisionPolicy, compile_step, explain, fully_sha
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import loss_chunks
-from mfsdp_compile.passes.solver.hardware import hardware
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
+from mfsdp_compile.passes.guests.solver.hardware import hardware
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Workload

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.solver.hardware import Link, hardware
+from mfsdp_compile.passes.guests.solver.hardware import Link, hardware
 from mfsdp_compile.runtime.guests.offload import host
 from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 from mfsdp_compile.runtime.schedule.phase import Phase

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.guests.offload import host
 

@@ -26,10 +26,10 @@ from mfsdp_compile import (
 )
 from mfsdp_compile.backend.bucket_infos import bucket_info
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory, resting_memory
+from mfsdp_compile.passes.guests.solver.flow import Category
+from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, host_memory, resting_memory
 from mfsdp_compile.planning import forecast
-from mfsdp_compile.report.numbers import bytes_text
+from mfsdp_compile.quantities import bytes_text
 from mfsdp_compile.report.step_report import host_text
 
 OFFLOADED = {"offload_policy": OptimizerOffloadPolicy()}

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..context import Context
+from ...context import Context
 from .flow import Category, Flow, Placed, SavedCopy
 
 

@@ -23,15 +23,17 @@ nodes.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-from . import roles
-from .context import Context, NodeKind, Report, role_of
+from .. import roles
+from ..context import Context, NodeKind, Report, role_of
+from ..features import Feature
 
 _aten = torch.ops.aten
 _PACK = torch.ops.mfsdp.pack_gradients.default
@@ -140,3 +142,11 @@ def _revalue(node: fx.Node) -> None:
     node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
     if "tensor_meta" in node.meta:
         node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Float32Gradients(Feature):
+    """Lets matmuls write gradients in float32."""
+
+    runs_early: ClassVar = {Phase.BACKWARD: (apply,)}
+    in_regions = True

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mfsdp_compile.runtime.lanes.plain import AllGather
 
-from ..context import BucketInfo, Context
+from ...context import BucketInfo, Context
 from .costs import CostModel, Ring, collective_seconds
 from .flow import Category, Collective, Flow, SavedCopy
 from .outline import Copies

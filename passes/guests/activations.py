@@ -27,7 +27,8 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor, fx
 
@@ -35,11 +36,12 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_SAVED, WAIT_SAVED
 from mfsdp_compile.runtime.schedule.phase import Phase
 
-from . import roles
-from .context import Context, Report, role_of
+from .. import roles
+from ..context import Context, Report, role_of
+from ..features import Feature
+from ..kernels import base, readers
 from .solver.costs import CostModel
 from .solver.flow import flow_of
-from .solver.kernels import base, readers
 
 roles.saved_copies.update({OFFLOAD_SAVED: "out", FETCH_SAVED: "back", WAIT_SAVED: "wait"})
 
@@ -248,3 +250,19 @@ def _offload(value: fx.Node, backward: fx.Graph, number: int, user_outputs: int)
     fetched.meta["val"] = example
     saved.replace_all_uses_with(fetched)
     backward.erase_node(saved)
+
+
+@dataclass(frozen=True)
+class ActivationOffload(Feature):
+    """Keeps values that forward saves for backward in host memory.
+
+    Args:
+        costs: Costs on the machine. Only ``"auto"`` needs them.
+    """
+
+    costs: CostModel | None = field(default=None, repr=False)
+
+    runs_late: ClassVar = {Phase.FORWARD: (place,), Phase.BACKWARD: (place,)}
+
+    def rewrite_both(self, forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> Report:
+        return apply(forward, backward, context, user_outputs, self.costs)

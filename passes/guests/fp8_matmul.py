@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,40 +47,43 @@ from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.guests.quantized.stages import Dequantize
 
-from .context import Context, NodeKind, Report, role_of
-from .roles import FP8, nested_graph
+from ..context import Context, NodeKind, Report, role_of
+from ..features import Feature
+from ..roles import FP8, nested_graph
+from ..unshard import PLAIN_MARKERS
 from .solver.costs import CostModel
-from .unshard import PLAIN_MARKERS
 
 _LINEAR = torch.nn.functional.linear
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Fp8Matmul:
+class Fp8Matmul(Feature):
     """What to compute in float8.
 
     Args:
         scaling: ``"rowwise"``, ``"tensorwise"``, or ``"auto"``: rowwise, where that is expected to be faster.
         wgrad: Whether gradients of weights are computed in float8 too.
         candidates: Indices of the weights in their buckets, by bucket.
+        costs: Costs on the machine, for ``"auto"``.
     """
 
     scaling: str
     wgrad: bool
     candidates: tuple[frozenset[int], ...]
+    costs: CostModel | None = field(default=None, repr=False)
 
     @property
     def used(self) -> str:
         """The scaling of layers that are rewritten."""
         return "rowwise" if self.scaling == "auto" else self.scaling
 
+    def rewrite(self, graph: fx.Graph, context: Context) -> tuple[Report, Context]:
+        return apply(graph, context, self)
 
-def apply(graph: fx.Graph, context: Context, fp8: Fp8Matmul, costs: CostModel | None) -> tuple[Report, Context]:
+
+def apply(graph: fx.Graph, context: Context, fp8: Fp8Matmul) -> tuple[Report, Context]:
     """Rewrite the linear layers of a graph and of the bodies of its checkpoints.
-
-    Args:
-        costs: Costs on the machine, for ``"auto"``.
 
     Returns:
         The report, and the context with buckets that stay in float8.
@@ -97,7 +100,7 @@ def apply(graph: fx.Graph, context: Context, fp8: Fp8Matmul, costs: CostModel | 
             left.setdefault("its weight is not a parameter as it is", []).append(linear.name)
             continue
         bucket, index = of
-        reason = _reason(linear, index in fp8.candidates[bucket], fp8, costs)
+        reason = _reason(linear, index in fp8.candidates[bucket], fp8)
         if reason:
             left.setdefault(reason, []).append(context.buckets[bucket].layout.slots[index].name)
         else:
@@ -200,7 +203,7 @@ def _operands(linear: fx.Node) -> tuple[Any, Any, Any]:
     return given["input"], given["weight"], given.get("bias")
 
 
-def _reason(linear: fx.Node, is_candidate: bool, fp8: Fp8Matmul, costs: CostModel | None) -> str:
+def _reason(linear: fx.Node, is_candidate: bool, fp8: Fp8Matmul) -> str:
     """Return why a linear layer is left as it is; an empty string if it is not."""
     if not is_candidate:
         return "outside of FSDP units, or left out by fp8_filter"
@@ -211,9 +214,9 @@ def _reason(linear: fx.Node, is_candidate: bool, fp8: Fp8Matmul, costs: CostMode
     if any(size % ALIGNMENT for size in weight.shape):
         return f"a size of its weight is not a multiple of {ALIGNMENT}"
     if fp8.scaling == "auto":
-        assert costs is not None
-        if not _gains(input, weight, fp8.wgrad, costs):
-            return f"no gain expected on {costs.hardware.name}"
+        assert fp8.costs is not None
+        if not _gains(input, weight, fp8.wgrad, fp8.costs):
+            return f"no gain expected on {fp8.costs.hardware.name}"
     return ""
 
 

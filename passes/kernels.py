@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
 
-from .. import roles
-from ..context import NodeKind, role_of
+from . import roles
+from .context import NodeKind, role_of
 
 _aten = torch.ops.aten
 

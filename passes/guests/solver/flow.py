@@ -26,10 +26,10 @@ from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
 
-from .. import roles
-from ..context import BucketInfo, Context, NodeKind, region_of, role_of
+from ... import roles
+from ...context import BucketInfo, Context, NodeKind, region_of, role_of
+from ...kernels import Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 from .costs import CostModel
-from .kernels import Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
 _PACK = torch.ops.mfsdp.pack_gradients.default
 _CONVOLUTIONS: dict[Any, int] = {

@@ -1,6 +1,6 @@
-"""Readable numbers. All forms of a report use these functions, so that they show the same values.
+"""Numbers as text. All forms of a report use these functions, so that they show the same values.
 
-The script of the HTML form rounds with the same tables: it receives :data:`SECONDS` and :data:`BYTES`.
+The script of a report's HTML form rounds with the same tables: it receives :data:`SECONDS` and :data:`BYTES`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,6 @@ from __future__ import annotations
 import math
 from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import NamedTuple
-
-from mfsdp_compile.passes.solver.simulate import Exposure
-
-EXPOSED_SECONDS = 1e-9
-"""Shorter waits are rounding errors."""
 
 
 class Step(NamedTuple):
@@ -115,39 +110,6 @@ def change_text(value: float, reference: float) -> str:
     rounded = _rounded(abs(percent), 1)
     sign = "" if not rounded.strip("0.") else "+" if percent > 0 else "-"
     return f"{sign}{rounded}%"
-
-
-def called(unit: str) -> str:
-    """Return the name to show for a unit. The root has none of its own."""
-    return unit or "(root)"
-
-
-def is_exposed(exposure: Exposure) -> bool:
-    """Return whether computation waits for a collective."""
-    return exposure.exposed > EXPOSED_SECONDS
-
-
-def exposure_text(exposure: Exposure) -> str:
-    """Return text such as ``layers.17 gather 1.90 ms, hidden 1.20 ms, exposed 0.70 ms: limited by memory budget``."""
-    return f"{called(exposure.name)} {exposure.what} {seconds_text(exposure.seconds)}, {overlap_text(exposure)}"
-
-
-def overlap_text(exposure: Exposure) -> str:
-    """Describe how much of a collective is hidden behind computation, and why not more."""
-    if not is_exposed(exposure):
-        return "hidden behind computation"
-    hidden, exposed = seconds_text(exposure.hidden), seconds_text(exposure.exposed)
-    return f"hidden {hidden}, exposed {exposed}: {reason_text(exposure)}"
-
-
-def reason_text(exposure: Exposure) -> str:
-    """Describe why a collective is exposed: the known reason, or what the times show."""
-    if exposure.reason:
-        return exposure.reason
-    text = f"{seconds_text(exposure.ahead)} of computation between its start and its wait"
-    if exposure.queued > EXPOSED_SECONDS:
-        text += f", and it queued for {seconds_text(exposure.queued)} behind others of its group"
-    return text
 
 
 def _rounded(value: float, digits: int) -> str:

@@ -29,9 +29,9 @@ from mfsdp_compile.runtime.geometry.groups import stride_of
 from mfsdp_compile.runtime.lanes.plain import Cast, Scale
 from mfsdp_compile.runtime.lanes.stage import Spec, Stage
 
-from ..context import BucketInfo
+from ...context import BucketInfo
+from ...kernels import Kernel
 from .hardware import Hardware
-from .kernels import Kernel
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ buckets.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +39,13 @@ from torch import Tensor, fx
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-from . import roles
-from .context import Context, Report
-from .roles import REGION, attribute_of
-from .solver.kernels import value_bytes
+from .. import roles
+from ..context import Context, Report
+from ..features import Feature
+from ..kernels import value_bytes
+from ..roles import REGION, attribute_of
 
 _aten = torch.ops.aten
-DISTINCT = (*roles.DISTINCT, _aten.full)
-"""Operators whose calls the partitioner must not merge: otherwise the zeros that the first chunk adds its gradient to
-could be those that the gradient of an embedding begins with, and be kept for backward."""
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _LIKE_POINTWISE = (*roles.CASTS, _aten.alias.default)
 
@@ -213,3 +212,43 @@ def _check(calls: list[fx.Node]) -> None:
             raise NotInChunks(
                 "it is in float16, in which chunks would compute gradients of a loss that is not scaled yet"
             )
+
+
+@dataclass(frozen=True)
+class LossChunks(Feature):
+    """Computes the loss in chunks of tokens.
+
+    Args:
+        chunks: Number of chunks.
+    """
+
+    chunks: int
+
+    rewrites_joint = True
+    distinct = (_aten.full,)
+    # Otherwise the zeros that the first chunk adds its gradient to could be those that the gradient of an embedding
+    # begins with, and be kept for backward.
+
+    def rewrite_joint(self, joint: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, Report | None]:
+        """Compute the loss in chunks, and run Inductor's passes over joint graphs.
+
+        A graph without a backward stays as it is, and so does a part of the model that computes no loss.
+
+        Raises:
+            ValueError: The loss cannot be computed in chunks.
+        """
+        if not tangents(joint.graph):
+            return joint, None
+        try:
+            return apply(joint, self.chunks)
+        except NotInChunks as why:
+            if context.whole_model or computes_loss(joint.graph):
+                raise ValueError(
+                    f"options['loss_chunks'] is {self.chunks}, but the loss cannot be computed in chunks: {why}. The "
+                    "model (or the compiled function that calls it) must compute the loss and return only it, of one "
+                    "element, such as F.cross_entropy of the logits. Computation between the product that gives the "
+                    "logits and the loss must be of operators that torch's auto_chunker knows, in float32 or bfloat16, "
+                    "and the batch of static shape (mark_static, dynamic=False). Change the model, or take the option "
+                    "out."
+                ) from None
+            return joint, Report("loss_chunks", [f"no loss in chunks here: {why}"])

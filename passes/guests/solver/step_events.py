@@ -15,7 +15,7 @@ from mfsdp_compile.runtime.schedule.decisions import (
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.text import ScheduleLine
 
-from ..context import BucketInfo, Context
+from ...context import BucketInfo, Context
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
