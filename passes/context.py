@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,13 +17,12 @@ from mfsdp_compile.runtime.schedule.decisions import Decisions
 from mfsdp_compile.runtime.schedule.phase import Phase
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
-if TYPE_CHECKING:
-    from .features import Feature
-
 __all__ = [
     "BucketInfo",
     "Context",
+    "Feature",
     "NodeKind",
+    "Pass",
     "Report",
     "Role",
     "phase_of",
@@ -170,6 +169,44 @@ class BucketInfo:
         return self.gathered_bytes // self.portion_size
 
 
+Pass = Callable[[fx.Graph, "Context", Phase], "Report"]
+"""A function that changes a graph and reports what it did."""
+
+
+class Feature:
+    """A feature of the compiled path. Each member is a place in the pipeline, where it does nothing by default.
+
+    Subclasses are frozen dataclasses. Their ``repr`` is part of compile caches' keys: it has all that graphs depend on.
+    """
+
+    runs_early: ClassVar[Mapping[Phase, tuple[Pass, ...]]] = {}
+    """Passes over a graph before reductions are started and the schedule is made."""
+    runs_late: ClassVar[Mapping[Phase, tuple[Pass, ...]]] = {}
+    """Passes over a scheduled graph."""
+    in_regions: ClassVar[bool] = False
+    """Whether :attr:`runs_early` runs over the graphs of regions, too."""
+    rewrites_joint: ClassVar[bool] = False
+    """Whether :meth:`rewrite_joint` is called."""
+    distinct: ClassVar[tuple[Any, ...]] = ()
+    """Operators whose calls the partitioner must not merge, even if they are equal."""
+
+    def rewrite(self, graph: fx.Graph, context: Context) -> tuple[Report, Context] | None:
+        """Change Dynamo's graph, before it gathers anything. Return a report and the context from then on."""
+        return None
+
+    def rewrite_joint(self, joint: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, Report | None]:
+        """Return a joint graph in the place of another, before the other passes."""
+        return joint, None
+
+    def rewrite_both(self, forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> Report | None:
+        """Change the forward and the backward graph of one joint graph together, after the partition.
+
+        Args:
+            user_outputs: Number of outputs of the forward graph before those that are saved for backward.
+        """
+        return None
+
+
 @dataclass(frozen=True)
 class Context:
     """Data shared by the passes over one Dynamo graph and the graphs derived from it.
@@ -187,6 +224,7 @@ class Context:
         steps_early: Whether predictions may count on a step over each bucket there, which frees its gradient. The
             first step of a process keeps all gradients, so the backend's decisions under a memory budget do not.
         in_pieces: Whether stretches between collectives are compiled one by one; see :mod:`.stretches`.
+        absent: Units of the model that the graph does not use.
         decisions: Decisions about the schedule so far.
     """
 
@@ -199,6 +237,7 @@ class Context:
     delivers_early: bool = False
     steps_early: bool = False
     in_pieces: bool = False
+    absent: tuple[str, ...] = ()
     decisions: Decisions = field(default_factory=Decisions)
 
     @property

@@ -16,8 +16,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 
 from . import announce, borders, comm_buffers, deliver, drop_unread, portions, reduce, reshard, roles, schedule, unshard
 from .changes import changes, events
-from .context import Context, Report
-from .features import Pass
+from .context import Context, Pass, Report
 from .listing import describe
 from .producer import Producer
 from .regions import RegionBody
@@ -35,7 +34,7 @@ Observer = Callable[["Phase | None", fx.Graph, "Report | None"], None]
 class Forecast(Protocol):
     """Looks at finished graphs, to predict how long they run and what memory they need."""
 
-    def finished(self, graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
+    def finished(self, graph: fx.Graph, phase: Phase, context: Context, user_outputs: int) -> None:
         """Look at a graph after all passes."""
 
     def seconds(self, graph: fx.Graph) -> float:
@@ -56,7 +55,6 @@ class CompileRecord:
         observer: Callback that gets every graph, before the first pass and after each pass.
         producer: What decides about the schedule.
         forecast: What predictions are made from; None: nothing is predicted.
-        absent: Units of the model that the graph does not use.
         regions: Regions of the graph.
         inlined: Units that are in no region, each with the reason.
         user_outputs: Number of the forward graph's user outputs. Its other outputs are saved for backward.
@@ -71,7 +69,6 @@ class CompileRecord:
     observer: Observer | None = None
     producer: Producer = field(default_factory=Producer)
     forecast: Forecast | None = None
-    absent: tuple[str, ...] = ()
     regions: list[RegionBody] = field(default_factory=list)
     inlined: dict[str, str] = field(default_factory=dict)
     user_outputs: int = 0
@@ -90,8 +87,10 @@ class CompileRecord:
         """Operators whose calls the partitioner must not merge."""
         return (*roles.DISTINCT, *(each for feature in self.context.features for each in feature.distinct))
 
-    def set_decisions(self, decisions: Decisions) -> None:
-        self.context = replace(self.context, decisions=decisions)
+    def set_decisions(self, decisions: Decisions | None) -> None:
+        """Follow other decisions from now on; None: those so far."""
+        if decisions is not None:
+            self.context = replace(self.context, decisions=decisions)
 
     def units_of(self, region: str) -> tuple[str, ...]:
         """Return the units that a region stands for."""
@@ -134,7 +133,7 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
 
     Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
     reads. Between the joint graph and its two parts runs :mod:`.portions`. After them follow user passes, the verifier,
-    and :mod:`.announce`. Features (:mod:`.features`) add theirs.
+    and :mod:`.announce`. Features add theirs.
     """
     features = context.features
     widen = [each for feature in features for each in feature.runs_early.get(phase, ())]
@@ -188,7 +187,7 @@ def _prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) ->
     record.reports[Phase.JOINT] = [*record._before_passes, *record.producer.reports]
     roles.assign(graph)
     _drop_unread(graph, Phase.JOINT, record)
-    record.producer.decide(graph, Phase.JOINT, record)
+    record.set_decisions(record.producer.decide(graph, Phase.JOINT, record.context))
     record.show(Phase.JOINT, graph)
     if record.verify_each:
         note_contract(graph, record.context, Phase.JOINT, record.user_outputs)
@@ -206,7 +205,7 @@ def partitioned(
     if record.producer.looks_ahead:
         # What stays gathered must be decided before the partition, but depends on the graphs that the partition makes.
         graphs = trial(compat.copy_graph_module(joint), record, user_outputs, partition)
-        record.producer.consider(graphs, record, user_outputs)
+        record.set_decisions(record.producer.consider(graphs, record.context, user_outputs))
     _prepare_joint(joint.graph, record, user_outputs)
     if (part := record.context.policy.activation_budgets[0]) < 1:
         where = "each region" if record.regions else "the graph"
@@ -246,13 +245,18 @@ def trial(
     return {Phase.FORWARD: forward, Phase.BACKWARD: backward}
 
 
+def decide_early(graph: fx.Graph, record: CompileRecord) -> None:
+    """Decide about an inference graph before compile caches are asked for its code. Ignore other graphs."""
+    record.set_decisions(record.producer.decide_early(graph, record.context))
+
+
 def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
     """Run the passes over a forward, backward or inference graph, after the partition."""
     record.reports[phase] = []
     roles.assign(graph)
     _drop_unread(graph, phase, record)
     if phase is Phase.INFERENCE:
-        record.producer.decide(graph, phase, record)
+        record.set_decisions(record.producer.decide(graph, phase, record.context))
         record.reports[phase] += record.producer.reports
     record.show(phase, graph)
     note_contract(graph, record.context, phase, record.user_outputs)
@@ -264,9 +268,9 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
         name = name_of(user_pass)
         record.transform(phase, functools.partial(_apply_user_pass, user_pass, name), graph, verified_as=name)
     record.schedules[phase] = describe(graph, record.context)
-    record.producer.check(phase, record)
+    record.producer.check(phase, record.schedules[phase])
     if record.forecast is not None:
-        record.forecast.finished(graph, phase, record)
+        record.forecast.finished(graph, phase, record.context, record.user_outputs)
     announce.apply(graph, record.context, phase)
 
 

@@ -303,6 +303,7 @@ def prepare(
         meant = owner.topology.portions_of(portions, "options['reshard_after_forward']")
         if not isinstance(meant, bool):
             owner.make_portions(portions)
+    units = [unit for owner in owners for unit in owner.eager.units]
     context = Context(
         buckets=tuple(
             served_info(bucket.plan, bucket.topology) if served else bucket_info(bucket.plan, bucket.topology, portions)
@@ -318,14 +319,13 @@ def prepare(
         delivers_early=chosen.step_in_backward and not served,
         in_pieces=chosen.cuts,
         other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
+        absent=tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets)),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (handle := shells.get(position)) is not None:
             set_role(node, Role(NodeKind.SHELL, buckets.index(handle.bucket), handle.index))
     dumps = GraphFolder.from_environment(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
-    units = [unit for owner in owners for unit in owner.eager.units]
-    absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
     record = pipeline.CompileRecord(
         context,
         chosen.passes,
@@ -333,7 +333,6 @@ def prepare(
         dumps,
         guests.producer(chosen, buckets, meeting, explores, plan),
         guests.forecast(chosen, buckets),
-        absent,
     )
     in_fp8 = chosen.fp8_matmul is not None
     call = GraphArguments(shells, buckets, functools.partial(fp8_candidates, chosen) if in_fp8 else None)
@@ -475,7 +474,7 @@ def _compile_inner(
     patches = ({} if options.cuts else compat.inductor_config_patches()) | settings
     if record is not None:
         if record.producer.meets and "joint_custom_post_pass" not in patches:
-            decide = functools.partial(record.producer.decide_early, record=record)
+            decide = functools.partial(pipeline.decide_early, record=record)
             patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
         if any(feature.rewrites_joint for feature in record.context.features):
             patches |= {"use_joint_graph_passes": True, "joint_custom_pre_pass": compat.graph_pass(rewrite, uuid)}

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
-from mfsdp_compile.passes.context import Context, phase_of, set_phase
-from mfsdp_compile.passes.features import Feature
+from mfsdp_compile.passes.context import Context, Feature, phase_of, set_phase
 from mfsdp_compile.passes.kernels import base, is_alias
 from mfsdp_compile.passes.regions import RegionBody
 from mfsdp_compile.runtime import compat

@@ -365,8 +365,8 @@ def _outlines(
             raise _Traced  # nothing after this point is needed
 
         if not record.context.whole_model:
-            shown = ", ".join(record.absent[:4]) + (
-                f" and {len(record.absent) - 4} more" if len(record.absent) > 4 else ""
+            shown = ", ".join(record.context.absent[:4]) + (
+                f" and {len(record.context.absent) - 4} more" if len(record.context.absent) > 4 else ""
             )
             raise RuntimeError(
                 f"{work.name} does not use {shown} for the planned batch. Pass inputs that use all units (a batch "

@@ -37,8 +37,7 @@ from mfsdp_compile.runtime.guests.offload.operators import FETCH_SAVED, OFFLOAD_
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
-from ..context import Context, Report, role_of
-from ..features import Feature
+from ..context import Context, Feature, Report, role_of
 from ..kernels import base, readers
 from .solver.costs import CostModel
 from .solver.flow import flow_of

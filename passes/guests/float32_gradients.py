@@ -32,8 +32,7 @@ from torch import Tensor, fx
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from .. import roles
-from ..context import Context, NodeKind, Report, role_of
-from ..features import Feature
+from ..context import Context, Feature, NodeKind, Report, role_of
 
 _aten = torch.ops.aten
 _PACK = torch.ops.mfsdp.pack_gradients.default

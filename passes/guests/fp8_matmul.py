@@ -47,8 +47,7 @@ from mfsdp_compile.runtime.formats.quantize import MULTIPLIED
 from mfsdp_compile.runtime.geometry.exchange import Exchange
 from mfsdp_compile.runtime.guests.quantized.stages import Dequantize
 
-from ..context import Context, NodeKind, Report, role_of
-from ..features import Feature
+from ..context import Context, Feature, NodeKind, Report, role_of
 from ..roles import FP8, nested_graph
 from ..unshard import PLAIN_MARKERS
 from .solver.costs import CostModel

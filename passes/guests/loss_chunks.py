@@ -40,8 +40,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule.policy import SchedulePolicy
 
 from .. import roles
-from ..context import Context, Report
-from ..features import Feature
+from ..context import Context, Feature, Report
 from ..kernels import value_bytes
 from ..roles import REGION, attribute_of
 

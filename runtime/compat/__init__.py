@@ -10,13 +10,21 @@ monkeypatched, but :mod:`.gloo` overrides three of its CPU kernels, two of them 
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from . import bitsandbytes as bitsandbytes
-from . import torchao as torchao
-from . import torchao_nf4 as torchao_nf4
-from . import transformer_engine as transformer_engine
 from .version import *
+
+if TYPE_CHECKING:
+    from . import bitsandbytes as bitsandbytes
+    from . import torchao as torchao
+    from . import torchao_nf4 as torchao_nf4
+    from . import transformer_engine as transformer_engine
+
+_OF_LIBRARIES = ("bitsandbytes", "torchao", "torchao_nf4", "transformer_engine")
+"""Modules about other libraries, which are imported when they are first asked."""
 
 try:
     from .aot import *
@@ -42,3 +50,9 @@ except (ImportError, AttributeError) as error:
         f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
         f"{MIN_TORCH[0]}.{MIN_TORCH[1]} to {MAX_TESTED_TORCH[0]}.{MAX_TESTED_TORCH[1]}"
     ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_LIBRARIES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

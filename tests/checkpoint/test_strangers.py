@@ -542,7 +542,7 @@ def test_dumps_do_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().out
 
 
-SMALL = (Path(__file__).parents[2] / "passes" / "solver" / "machines" / "h100-ib.json").read_text()
+SMALL = (Path(__file__).parents[2] / "passes" / "guests" / "solver" / "machines" / "h100-ib.json").read_text()
 
 
 @pytest.mark.parametrize(

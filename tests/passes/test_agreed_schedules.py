@@ -168,7 +168,7 @@ def test_lengths_of_every_rank_change_from_step_to_step(inner: str, bounded: boo
     assert offers_differ(met), "ranks would agree by themselves"
     assert [topic for topic, _ in met] == ["Schedule", "Schedule, for batches of all ranks"]
     records = model.sharded.compiled_graphs
-    assert len({str(record.settled) for record in records}) == 1
+    assert len({str(record.producer.settled) for record in records}) == 1
     assert len(records) > 1
     eager = build()
     expected = train(eager, eager, LENGTHS)
@@ -262,23 +262,23 @@ def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
 @on_ranks(2, timeout=300)
 def test_machines_of_two_kinds() -> None:
     """If predictions differ by device, ranks agree on one schedule, and every report says whose figures were used."""
-    from mfsdp_compile.backend import options as compile_options
+    from mfsdp_compile.backend import predictions
 
-    real = compile_options.default_hardware
+    real = predictions.default_hardware
     if dist.get_rank() == 1:
-        compile_options.default_hardware = lambda device: "h100-ib"
+        predictions.default_hardware = lambda device: "h100-ib"
     try:
         model = build()
         call = compiled(model, report=True, **AUTO)
         train(model, call, [(3, 1000)])
         record = model.sharded.compiled_graphs[0]
-        settled = record.settled
+        settled = record.producer.settled
         told = str(settled)
         assert told in str(mfsdp_compile.explain(call, batch(mine((3, 1000)))))
         train(model, call, [(3, 1000)])
         assert told in mfsdp_compile.report.to_text(forecast.report(model), width=400)
     finally:
-        compile_options.default_hardware = real
+        predictions.default_hardware = real
     assert f"decided by rank {settled.rank} for a batch of float32[" in told
     assert told.endswith(f"with times of {('cpu', 'h100-ib')[settled.rank]}")
 

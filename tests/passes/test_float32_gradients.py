@@ -22,8 +22,9 @@ from torch._subclasses import FakeTensorMode
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.backend.checks import check_float32_gradients
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes import float32_gradients, pipeline, roles
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import BucketInfo, Context, Report
+from mfsdp_compile.passes.guests import float32_gradients
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.runtime.geometry.layout import BucketLayout, Slot
 from mfsdp_compile.runtime.schedule.phase import Phase
@@ -44,7 +45,7 @@ def context(*shapes: tuple[int, ...], comm_dtype: torch.dtype = F32) -> Context:
     layout = BucketLayout(2, 2, 64 * len(shapes), slots)
     exchange = exchange_of(layout, BF16, comm_dtype)
     info = BucketInfo("layers.0", "layers.0", layout, exchange, layout.numel * 2, True)
-    return Context((info,), SchedulePolicy(), whole_model=False, float32_gradients=True)
+    return Context((info,), SchedulePolicy(), whole_model=False, features=(float32_gradients.Float32Gradients(),))
 
 
 class Builder:
@@ -257,7 +258,9 @@ def test_graphs_without_values_stay() -> None:
 def test_it_runs_first_and_only_if_asked_for() -> None:
     for asked in (True, False):
         build = Builder()
-        graph, ctx = build.finish(build.matmul()), replace(context((OUT, IN)), float32_gradients=asked)
+        graph, ctx = build.finish(build.matmul()), context((OUT, IN))
+        if not asked:
+            ctx = replace(ctx, features=())
         record = pipeline.CompileRecord(ctx)
         pipeline.finish_graph(graph, Phase.BACKWARD, record)
         names = [report.name for report in record.reports[Phase.BACKWARD]]
@@ -267,7 +270,7 @@ def test_it_runs_first_and_only_if_asked_for() -> None:
 
 def test_caches_know_the_option() -> None:
     ctx = context((OUT, IN))
-    assert ctx.signature != replace(ctx, float32_gradients=False).signature
+    assert ctx.signature != replace(ctx, features=()).signature
 
 
 def test_buckets_are_packed_in_the_dtype_of_their_reduction() -> None:
@@ -392,7 +395,7 @@ def traced_backward(name: str) -> tuple[fx.Graph, Context]:
         pipeline.finish_graph = finish
     ((graph, ctx),) = caught
     roles.assign(graph)
-    return graph, replace(ctx, float32_gradients=True)
+    return graph, replace(ctx, features=(float32_gradients.Float32Gradients(),))
 
 
 def move(graph: fx.Graph, device: str) -> None:

@@ -18,7 +18,7 @@ from mfsdp_compile.planning import calibration
 from mfsdp_compile.planning.calibration import calibrate, describe, fit_link
 from mfsdp_compile.planning.measuring import Effort, Measured, Timing
 
-FOLDER = Path(__file__).parents[2] / "passes" / "solver" / "machines"
+FOLDER = Path(__file__).parents[2] / "passes" / "guests" / "solver" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}
 OPTIONAL = {"compute_slowdown", "multiprocessors", "sustained_clock", "power_watts"}
 GPUS = ["a100-ib", "b200-ib", "gb200-nvl72", "h100-eth", "h100-ib", "h200-ib"]

@@ -27,6 +27,7 @@ from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.guests.solver import across_ranks
 from mfsdp_compile.passes.guests.solver import solve as solving
 from mfsdp_compile.passes.guests.solver.costs import CostModel
+from mfsdp_compile.passes.guests.solver.forecast import Forecast
 from mfsdp_compile.passes.guests.solver.outline import grouped
 from mfsdp_compile.passes.guests.solver.reasons import BudgetError, explained
 from mfsdp_compile.passes.guests.solver.room import SegmentMemory
@@ -42,6 +43,7 @@ from mfsdp_compile.passes.guests.solver.simulate import (
 )
 from mfsdp_compile.passes.guests.solver.solve import Solution, solve
 from mfsdp_compile.passes.guests.solver.step_events import STAGES, StepOutlines
+from mfsdp_compile.passes.producer import Producer
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.groups import Group
 from mfsdp_compile.runtime.lanes.plain import AllGather
@@ -636,16 +638,16 @@ def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.CompileRec
     )
     call(torch.randn(64, 8)).backward()
     (record,) = model.sharded.compiled_graphs  # type: ignore[attr-defined]
-    assert not record.unpredicted
+    assert isinstance(record.forecast, Forecast) and not record.forecast.unpredicted
     return record
 
 
 def of_graphs(record: pipeline.CompileRecord) -> Timeline:
     """Simulate the finished graphs."""
-    assert record.prediction is not None
-    events = {STAGES[phase]: found for phase, found in record.events.items()}
+    assert isinstance(record.forecast, Forecast)
+    events = {STAGES[phase]: found for phase, found in record.forecast.events.items()}
     resting = resting_memory(record.context.buckets, ADAMW, record.context.other_bytes)
-    return simulate(events, record.context, record.prediction.costs, resting, ADAMW)
+    return simulate(events, record.context, record.forecast.prediction.costs, resting, ADAMW)
 
 
 def assert_same(outlined: Timeline, finished: Timeline) -> None:
@@ -702,22 +704,22 @@ def test_graphs_do_what_their_outlines_say(
     monkeypatch.setattr(across_ranks, "solve", spy)
     free = compiled(factory, strategy, memory_budget="1GiB", **options)
     (plan,) = plans
-    assert free.solution is not None
-    assert_same(free.solution.timeline, of_graphs(free))
+    assert free.producer.solution is not None
+    assert_same(free.producer.solution.timeline, of_graphs(free))
 
     least = smallest_peak(plan, reshard=options.get("reshard_after_forward"))
-    budget = int((least + free.solution.timeline.peak_bytes) / 2 / (1 - SchedulePolicy().budget_reserve)) + 2
+    budget = int((least + free.producer.solution.timeline.peak_bytes) / 2 / (1 - SchedulePolicy().budget_reserve)) + 2
     tight = compiled(factory, strategy, memory_budget=budget, **options)
-    assert tight.solution is not None
-    assert_same(tight.solution.timeline, of_graphs(tight))
-    assert tight.solution.timeline.peak_bytes <= budget
+    assert tight.producer.solution is not None
+    assert_same(tight.producer.solution.timeline, of_graphs(tight))
+    assert tight.producer.solution.timeline.peak_bytes <= budget
 
     text = ScheduleText.of(tight.schedules)
     followed = compiled(factory, strategy, schedule=text)
     assert ScheduleText.of(followed.schedules).lines == text.lines
 
     plain = compiled(factory, strategy, **options)
-    assert plain.solution is None
+    assert type(plain.producer) is Producer
     by_policy = StepOutlines(plan.outlines, plain.context, plan.costs)
     decisions = by_policy.decisions_by_policy()
     assert decisions.kept == plain.decisions.kept

@@ -225,7 +225,7 @@ def test_portions_are_seen() -> None:
 
 @pytest.mark.long
 def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
-    solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
+    solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].producer.solution
     smallest = forecast.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
     highest = solution.timeline.peak_bytes
     usable = [smallest.peak_bytes + i * (highest - smallest.peak_bytes) // 3 for i in range(4)]
@@ -237,7 +237,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
         assert timeline.peak_bytes <= budget
         assert measured_peak(model, step) <= budget
         record = model.sharded.compiled_graphs[-1]
-        seconds.append(record.solution.timeline.seconds)
+        seconds.append(record.producer.solution.timeline.seconds)
         gathers.append(sum(line.startswith("gather") for line in record.schedules[Phase.BACKWARD]))
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]

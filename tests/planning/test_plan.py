@@ -163,9 +163,12 @@ def compiled_llama(
         call(*torch.randint(0, 256, (2, batch, length))).backward()
         record = model.sharded.compiled_graphs[-1]
     torch.compiler.reset()
-    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    events = {
+        Stage.FORWARD: record.forecast.events[Phase.FORWARD],
+        Stage.BACKWARD: record.forecast.events[Phase.BACKWARD],
+    }
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
-    return simulate(events, record.context, record.prediction.costs, resting, job.optimizer), record
+    return simulate(events, record.context, record.forecast.prediction.costs, resting, job.optimizer), record
 
 
 @pytest.mark.long
@@ -455,7 +458,10 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     assert [info.name for info in row.context.buckets] == ["root:before", "layers.0-3", "layers.4-7", "root:after"]
     for mine, its in zip(row.context.buckets, record.context.buckets, strict=True):
         assert (mine.name, mine.gathered_bytes) == (its.name, its.gathered_bytes)
-    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    events = {
+        Stage.FORWARD: record.forecast.events[Phase.FORWARD],
+        Stage.BACKWARD: record.forecast.events[Phase.BACKWARD],
+    }
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
     assert [(e.what, e.name) for e in row.timeline.exposures] == [(e.what, e.name) for e in real.exposures]
@@ -521,7 +527,10 @@ def test_a_plan_of_divided_units_is_what_the_compiler_does(
     )
     assert mine == its
     assert len(mine) > at_least
-    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    events = {
+        Stage.FORWARD: record.forecast.events[Phase.FORWARD],
+        Stage.BACKWARD: record.forecast.events[Phase.BACKWARD],
+    }
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
     # As above.
@@ -569,7 +578,10 @@ def test_a_plan_with_communication_buffers_is_what_the_compiler_does(
     assert [b.exchange.buffers for b in row.context.buckets] == [b.exchange.buffers for b in record.context.buckets]
     assert row.context.other_bytes - plain.context.other_bytes == held > 0
     assert row.context.other_bytes == pytest.approx(record.context.other_bytes, rel=1e-3)
-    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    events = {
+        Stage.FORWARD: record.forecast.events[Phase.FORWARD],
+        Stage.BACKWARD: record.forecast.events[Phase.BACKWARD],
+    }
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
@@ -878,7 +890,7 @@ def test_a_plan_with_activation_offload_is_what_the_compiler_does() -> None:
     traced = traced_llama(10, **SAVED_ON_HOST)
     row = planned(job, traced, Candidate(ZERO3, 4))
     real, record = compiled_llama(job, **SAVED_ON_HOST, regions=False)
-    copies = [event.copy for event in record.events[Phase.FORWARD] if isinstance(event, StartCopy)]
+    copies = [event.copy for event in record.forecast.events[Phase.FORWARD] if isinstance(event, StartCopy)]
     assert traced.outlines[Phase.FORWARD].host_bytes == sum(copy.bytes for copy in copies) > 0
     assert row.timeline is not None
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from mfsdp_compile import MixedPrecisionPolicy, compile_step, explain, fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes import loss_chunks
+from mfsdp_compile.passes.guests import loss_chunks
 from mfsdp_compile.passes.guests.solver.hardware import hardware
 from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.planning import forecast
