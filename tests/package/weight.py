@@ -124,15 +124,35 @@ def branches() -> tuple[int, int]:
     return counts.total(), len(+counts)
 
 
-def loaded(what: str) -> int:
-    """Return the number of lines of this package that an import loads."""
-    listed = "for name in list(sys.modules): print(name, getattr(sys.modules[name], '__file__', ''))"
-    code = f"{IMPORTS[what]}\nimport sys\n{listed}"
+@cache
+def _loaded() -> dict[str, int]:
+    """Return the number of lines of this package that each import loads, in a process of its own."""
+    code = f"""
+import os, sys, torch
+
+for number, what in enumerate({list(IMPORTS.values())}):
+    if os.fork() == 0:
+        exec(what)
+        for name in list(sys.modules):
+            print(number, name, getattr(sys.modules[name], "__file__", ""), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
     command, paths = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, env=paths, capture_output=True, text=True, check=True)
-    found = (line.partition(" ") for line in ran.stdout.splitlines())
-    files = {path for name, _, path in found if name.partition(".")[0] == "mfsdp_compile" and path.endswith(".py")}
-    return sum(len(Path(path).read_text(encoding="utf-8").splitlines()) for path in files)
+    found: dict[str, set[str]] = {what: set() for what in IMPORTS}
+    for line in ran.stdout.splitlines():
+        number, name, path = line.split(" ", 2)
+        if name.partition(".")[0] == "mfsdp_compile" and path.endswith(".py"):
+            found[list(IMPORTS)[int(number)]].add(path)
+    return {
+        what: sum(len(Path(path).read_text(encoding="utf-8").splitlines()) for path in of) for what, of in found.items()
+    }
+
+
+def loaded(what: str) -> int:
+    """Return the number of lines of this package that an import loads."""
+    return _loaded()[what]
 
 
 if __name__ == "__main__":

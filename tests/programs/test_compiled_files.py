@@ -91,6 +91,7 @@ def test_what_is_saved(saved: tuple[Path, list[Any]]) -> None:
     assert len(manifest["libraries"]) > 2
 
 
+@pytest.mark.long
 def test_a_job_starts_with_empty_caches(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
     """It traces with Dynamo, and compiles nothing."""
     folder, before = saved

@@ -294,7 +294,8 @@ def started(call: Callable[[], Any]) -> tuple[list[Any], dict[str, int]]:
     return found, {name: count for name, count in asked.items() if count}
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [False, True])
 @on_ranks(2, timeout=300)
 def test_a_second_start_compiles_nothing(dynamic: bool) -> None:
     """Unless a piece is gone from the disk, or an option or a static size differs."""

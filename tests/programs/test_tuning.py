@@ -163,6 +163,7 @@ def test_bits_of_losses_stay(mode: str) -> None:
     assert ScheduleText.of(again.schedules) == ScheduleText.of(found.schedules)
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=240)
 def test_batches_of_other_shapes() -> None:
     """One rank compiles again while schedules are measured. All graphs of a model follow the same schedule."""
@@ -184,6 +185,7 @@ def test_batches_of_other_shapes() -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.long
 @on_ranks(2, timeout=240)
 def test_schedules_that_one_rank_cannot_try() -> None:
     """No rank tries what does not fit in memory on one of them, or consists of other pieces there."""

@@ -73,8 +73,9 @@ def same_bits(kind: str, strategy: str) -> tuple[list[Tensor], list[Tensor]]:
     return plain, compiled
 
 
-@pytest.mark.parametrize("strategy", ["optim", "HSDP optim_grads_params"])
-@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*((kind, "HSDP optim_grads_params") for kind in STRANGERS), ("codec", "optim")]
+)
 @on_ranks(RANKS)
 def test_the_same_bits(kind: str, strategy: str) -> None:
     """Eager and compiled, and, where a stage is exact, as without it."""
@@ -330,7 +331,13 @@ class HalvedWhenDone:
         return replace(lane, each=(Times(2.0), *lane.each), due=(*lane.due, Times(0.5)))
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "HSDP optim_grads_params",
+        *(pytest.param(s, marks=pytest.mark.long) for s in STRATEGIES if s != "HSDP optim_grads_params"),
+    ],
+)
 @on_ranks(RANKS)
 def test_no_stage_is_left_out(strategy: str) -> None:
     plain = trained(*make(strategy, EAGER), steps=2)
@@ -415,7 +422,9 @@ def test_what_is_not_gathered_by_stages() -> None:
         lane_of(plan, model.sharded.members.topology)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "HSDP optim_grads_params"])
+@pytest.mark.parametrize(
+    "strategy", ["HSDP optim_grads_params", pytest.param("optim_grads_params", marks=pytest.mark.long)]
+)
 @on_ranks(RANKS)
 def test_stacked_on_float8(strategy: str) -> None:
     """What a plug-in wraps are the bytes that are gathered."""
