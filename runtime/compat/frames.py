@@ -1,4 +1,4 @@
-"""The calls that threads are in."""
+"""The calls that threads are in, and files that are no files of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["collector_off", "frames", "frames_of"]
+__all__ = ["PIECES_FILE", "collector_off", "frames", "frames_of", "is_generated", "is_graph"]
 
 _lock = threading.RLock()
 
@@ -67,3 +67,18 @@ def compiling() -> Iterator[FrameType]:
     for frame in frames():
         if frame.f_code.co_name == "_compile" and frame.f_globals["__name__"] == "torch._dynamo.convert_frame":
             yield frame
+
+
+def is_generated(file: str) -> bool:
+    """Whether a file contains code that Inductor has generated."""
+    cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return cache is not None and file.startswith(cache.cache_dir())
+
+
+PIECES_FILE = "<mfsdp pieces "
+"""How the names begin of what is no file: the code that calls the pieces of a graph."""
+
+
+def is_graph(file: str) -> bool:
+    """Whether a file contains the code of a graph: torch.fx's, what Inductor has generated, or that of pieces."""
+    return file.startswith(("<eval_with_key>", PIECES_FILE)) or is_generated(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch._guards import detect_fake_mode
 from .version import TORCH_VERSION
 
 __all__ = [
-    "PIECES_FILE",
     "InductorBucket",
     "compile_kernel",
     "compile_with_inductor",
@@ -32,8 +30,6 @@ __all__ = [
     "inductor_quantize",
     "inductor_wait",
     "inductor_writing",
-    "is_generated",
-    "is_graph",
     "is_miscompiled",
     "partitioner",
     "register_lowering",
@@ -41,21 +37,6 @@ __all__ = [
     "set_output_strides",
     "unknown_inductor_options",
 ]
-
-
-def is_generated(file: str) -> bool:
-    """Whether a file contains code that Inductor has generated."""
-    cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    return cache is not None and file.startswith(cache.cache_dir())
-
-
-PIECES_FILE = "<mfsdp pieces "
-"""How the names begin of what is no file: the code that calls the pieces of a graph."""
-
-
-def is_graph(file: str) -> bool:
-    """Whether a file contains the code of a graph: torch.fx's, what Inductor has generated, or that of pieces."""
-    return file.startswith(("<eval_with_key>", PIECES_FILE)) or is_generated(file)
 
 
 def set_output_strides(output: fx.Node, position: int, strides: tuple[int, ...]) -> None:
