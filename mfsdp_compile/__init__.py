@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .diagnostics.explain import explain
     from .distributed_index import FSDPDistributedIndex
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
+    from .megatron_fsdp import MegatronFSDP
     from .passes.verifier.verify import ScheduleError, verify
     from .pretrained import load_pretrained, save_pretrained
     from .runtime.determinism import deterministic, seed_step
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
     from .runtime.optim.kinds import declare_optimizer
     from .runtime.plan.communicators import Communication, Communicator
     from .runtime.plan.precision import MixedPrecisionPolicy
+    from .sharded_module import ShardedModule
+    from .sharding import shard
     from .train_step import TrainStep, compile_step
-    from .wrapper import MegatronFSDP
 
 _PLACES = {
     "api": "fully_shard fully_shard_model fully_shard_optimizer",
@@ -54,8 +56,10 @@ _PLACES = {
     "runtime.plan.communicators": "Communication Communicator",
     "runtime.guests.offload.policy": "OptimizerOffloadPolicy",
     "runtime.plan.precision": "MixedPrecisionPolicy",
+    "sharded_module": "ShardedModule",
+    "sharding": "shard",
     "train_step": "TrainStep compile_step",
-    "wrapper": "MegatronFSDP",
+    "megatron_fsdp": "MegatronFSDP",
 }
 """Modules, and the public names that they define, imported at first use: the command line starts without torch."""
 
@@ -70,6 +74,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OptimizerOffloadPolicy",
     "ScheduleError",
+    "ShardedModule",
     "ShardingStrategy",
     "TrainStep",
     "__version__",
@@ -86,6 +91,7 @@ __all__ = [
     "save_compiled",
     "save_pretrained",
     "seed_step",
+    "shard",
     "verify",
 ]
 

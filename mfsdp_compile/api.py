@@ -1,6 +1,5 @@
-"""The functions that users call: ``fully_shard_model``, ``fully_shard_optimizer`` and ``fully_shard``.
-
-Names and arguments are those of Megatron-FSDP. :mod:`.sharding` does what they say.
+"""Megatron-FSDP's functions, with its names and arguments: ``fully_shard_model``, ``fully_shard_optimizer`` and
+``fully_shard``. :mod:`.sharding` does what they say.
 """
 
 from __future__ import annotations
@@ -24,30 +23,17 @@ from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArg
 from mfsdp_compile.runtime.plan.units import UnitModules
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 
-from .sharding import shard
-from .sharding_arguments import Arguments, check_flag
-from .wrapper import MegatronFSDP
+from .flags import check_flag
+from .megatron_fsdp import MegatronFSDP
+from .plugins import ModelPlugin
+from .sharding import ELSEWHERE
+from .sharding_arguments import Arguments, shard_by
 
 if TYPE_CHECKING:
     from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
 
-_ELSEWHERE = {
-    "mesh": "FSDP2's mesh is device_mesh here.",
-    "mp_policy": "FSDP2's mp_policy is mixed_precision_policy here.",
-    "mixed_precision": "It is mixed_precision_policy here.",
-    "shard_placement_fn": "Rows (dimension 0) are divided; whole_params keeps whole parameters on one rank.",
-    "auto_wrap_policy": "Units are named by fsdp_unit_modules here.",
-    "sharding_strategy": "It is zero_dp_strategy here.",
-    "cpu_offload": "It is offload_policy here.",
-    "device_id": "It is device here.",
-    "process_group": "Ranks are given by device_mesh here.",
-    "ignored_states": "It is ignored_params here.",
-    "param_init_fn": "It is init_fn here, with init_model_with_meta_device=True.",
-}
-"""Arguments of FSDP1 and FSDP2, and what to use in their place."""
 
-
-@names_arguments("fully_shard_model", _ELSEWHERE)
+@names_arguments("fully_shard_model", ELSEWHERE)
 @telling_others()
 def fully_shard_model(
     module: nn.Module,
@@ -97,7 +83,7 @@ def fully_shard_model(
     communication: Communication | Mapping[str, Any] | None = None,
     buffer_allocator: Allocate | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-    plugins: Sequence[Plugin] = (),
+    plugins: Sequence[ModelPlugin | Plugin] = (),
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None,
     offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None,
 ) -> MegatronFSDP:
@@ -260,7 +246,7 @@ def fully_shard_model(
         ValueError, TypeError: If an argument is wrong. The model is left unchanged.
     """
     given = dict(locals())
-    sharded, index = shard(given.pop("module"), Arguments(**given))
+    sharded, index = shard_by(given.pop("module"), Arguments(**given))
     return MegatronFSDP.of(module, sharded, index)
 
 

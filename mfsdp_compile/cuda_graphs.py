@@ -10,7 +10,7 @@ from torch import nn
 from mfsdp_compile.runtime.guests.capture.captured_step import CapturedStep
 from mfsdp_compile.runtime.guests.capture.devices import CudaGraphs
 
-from .wrapper import unwrapped
+from .sharded_module import unwrapped
 
 WARM_UP = 2
 """Number of calls of each kind that run as usual before one is captured."""

@@ -32,7 +32,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.modules import as_written
 
 from .quantities import bytes_text, flops_text, percent_text, seconds_text
-from .wrapper import MegatronFSDP
+from .sharded_module import ShardedModule
 
 __all__ = [
     "Step",
@@ -67,7 +67,7 @@ def model_flops(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         ValueError: The model cannot run without values, for example because it reads those of tensors.
     """
     inner = getattr(model, "_orig_mod", model)
-    step = _ForwardBackward(inner.module if isinstance(inner, MegatronFSDP) else inner)
+    step = _ForwardBackward(inner.module if isinstance(inner, ShardedModule) else inner)
     without_values = compat.fake_mode()  # which libraries know, other than the meta device, and read no values of
     device = next((param.device for param in step.parameters() if not param.is_meta), torch.device("cpu"))
     fake = functools.partial(_without_values, device=device)

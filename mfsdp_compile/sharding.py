@@ -1,12 +1,10 @@
-"""Shards a model by arguments. ``fully_shard_model`` and ``MegatronFSDP``'s constructor wrap the result."""
+"""``shard``, and what it shares with the faces of other libraries."""
 
 from __future__ import annotations
 
-import functools
 import os
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,34 +19,120 @@ from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
 from mfsdp_compile.runtime.geometry.topology import Topology
-from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
-from mfsdp_compile.runtime.lanes.rest import ON_DEVICE, Rest
+from mfsdp_compile.runtime.init.meta import ByFunction, InitFn, Initializer
+from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
-from mfsdp_compile.runtime.plan.communicators import Communication
-from mfsdp_compile.runtime.plan.experts import ExpertPlacement, build_experts
-from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
-from mfsdp_compile.runtime.plan.units import Unit
+from mfsdp_compile.runtime.nearest import names_arguments
+from mfsdp_compile.runtime.plan.meshes import build_topology
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument
+from mfsdp_compile.runtime.plan.units import Unit, UnitModules
 from mfsdp_compile.runtime.program_lines import warn
+from mfsdp_compile.runtime.ranks.agreement import telling_others
 
-from .distributed_index import FSDPDistributedIndex
+from .by_unit import by_module, of_unit
+from .flags import check_flag
+from .plugins import ModelPlugin, Ranks, Setup
 from .progress import working
-from .sharding_arguments import Arguments
+from .sharded_module import ShardedModule
 from .tracebacks import shorten_uncaught
 
+Resharding = bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None
+"""What happens to parameters between forward and backward; one value, or one by module or class of modules."""
 
-def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistributedIndex]:
-    """Shard a model in place. Collective.
+
+ELSEWHERE = {
+    "mesh": "FSDP2's mesh is device_mesh here.",
+    "mp_policy": "FSDP2's mp_policy is mixed_precision_policy here.",
+    "mixed_precision": "It is mixed_precision_policy here.",
+    "shard_placement_fn": "Rows (dimension 0) are divided; whole_params keeps whole parameters on one rank.",
+    "auto_wrap_policy": "Units are named by fsdp_unit_modules here.",
+    "sharding_strategy": "It is zero_dp_strategy here.",
+    "cpu_offload": "It is offload_policy here.",
+    "device_id": "It is device here.",
+    "process_group": "Ranks are given by device_mesh here.",
+    "ignored_states": "It is ignored_params here.",
+    "param_init_fn": "It is init_fn here, with init_model_with_meta_device=True.",
+}
+"""Arguments of FSDP1 and FSDP2, and what to use in their place."""
+
+
+@names_arguments("shard", ELSEWHERE)
+@telling_others()
+def shard(
+    module: nn.Module,
+    device_mesh: DeviceMesh | Ranks | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    zero_dp_strategy: ShardingStrategy | str | int = 3,
+    mixed_precision_policy: PolicyArgument = MixedPrecisionPolicy(),
+    *,
+    device: torch.device | str | None = None,
+    reshard_after_forward: Resharding = None,
+    gradients: GradientPolicy = GradientPolicy(),
+    overlap: Overlap = Overlap(),
+    layout: LayoutPolicy = LayoutPolicy(),
+    init_fn: InitFn | Initializer | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    check_values: bool = True,
+    plugins: Sequence[ModelPlugin | Plugin] = (),
+) -> ShardedModule:
+    """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
+
+    This is :func:`fully_shard_model` with few arguments: what only some models need is a plug-in. Arguments of the same
+    name mean the same.
+
+    Args:
+        module: The unsharded model, with the same values on every rank.
+        device_mesh: The ranks to shard over: a mesh of one dimension, a :class:`~mfsdp_compile.plugins.Ranks` that says
+            which dimensions of a mesh are data parallel, or None: all ranks.
+        fsdp_unit_modules: What is gathered and released as a whole.
+        zero_dp_strategy: What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        mixed_precision_policy: Dtypes; one policy, or one by class of modules.
+        device: Device of shards. None: that of the mesh.
+        reshard_after_forward: Whether parameters are released after forward and gathered again in backward.
+        gradients: How gradients are combined and where they go.
+        overlap: Kinds of collectives that may overlap with computation.
+        layout: Limits for buckets.
+        init_fn: Initializes parameters on the meta device: a function of a module, or an initializer such as
+            :class:`~mfsdp_compile.plugins.ByMethod`. None: parameters have values.
+        ignored_params: Parameters that are left alone.
+        check_values: Whether ranks compare the values of parameters.
+        plugins: In order: those for models (:mod:`mfsdp_compile.plugins`), and functions that change how buckets travel
+            (:mod:`mfsdp_compile.stages`).
 
     Returns:
-        What owns its buckets, and the ranks that it is sharded over.
+        The wrapped model; ``.module`` is ``module``.
 
     Raises:
-        RuntimeError, TypeError, ValueError: See :func:`~mfsdp_compile.fully_shard_model`.
+        RuntimeError: If there is no process group, if ranks hold different models (the message says which and where),
+            or if an argument is wrong on another rank.
+        ValueError, TypeError: If an argument is wrong. The model is left unchanged.
     """
+    return ShardedModule(module, shard_in_place(**locals()))
+
+
+def shard_in_place(
+    module: nn.Module,
+    device_mesh: DeviceMesh | Ranks | None = None,
+    fsdp_unit_modules: UnitModules = None,
+    zero_dp_strategy: ShardingStrategy | str | int = 3,
+    mixed_precision_policy: PolicyArgument | Policies = MixedPrecisionPolicy(),
+    *,
+    device: torch.device | str | None = None,
+    reshard_after_forward: Resharding = None,
+    gradients: GradientPolicy = GradientPolicy(),
+    overlap: Overlap = Overlap(),
+    layout: LayoutPolicy = LayoutPolicy(),
+    init_fn: InitFn | Initializer | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    check_values: bool = True,
+    plugins: Sequence[ModelPlugin | Plugin] = (),
+) -> ShardedModel:
+    """Shard a model in place. Collective. See :func:`~mfsdp_compile.shard`."""
     shorten_uncaught()
-    given.check()
-    precision = given.precision
+    precision = mixed_precision_policy
+    if not isinstance(precision, Policies):
+        precision = Policies.of(precision, "mixed_precision_policy")
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
     if isinstance(vars(module).get("sharded"), ShardedModel):
@@ -56,73 +140,58 @@ def shard(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistri
             "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."
         )
     _refuse_other_data_parallelism(module)
-    strategy = ShardingStrategy.of(given.zero_dp_strategy, "zero_dp_strategy")
-    outer_strategy = ShardingStrategy.of(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+    _check(fsdp_unit_modules, ignored_params, plugins)
+    check_flag("check_values", check_values)
+    ranks = device_mesh if isinstance(device_mesh, Ranks) else Ranks(device_mesh)
     topology, every = build_topology(
-        given.device_mesh,
-        given.dp_shard_dim,
-        given.dp_outer_dim,
-        given.hybrid_fsdp_group,
-        strategy,
-        outer_strategy,
-        given.fsdp_group_ag,
-        device_type=_device_type(given.device, module),
+        ranks.device_mesh,
+        ranks.dp_shard_dim,
+        ranks.dp_outer_dim,
+        ranks.hybrid_fsdp_group,
+        ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy"),
+        ShardingStrategy.of(ranks.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+        ranks.fsdp_group_ag,
+        device_type=_device_type(device, module),
     )
-
-    experts: Callable[[], ExpertPlacement] | None = None
-    if given.expt_device_mesh is not None:
-        experts = functools.partial(
-            build_experts,
-            given.expt_device_mesh,
-            given.dp_shard_dim,
-            given.dp_outer_dim,
-            given.hybrid_fsdp_expt_group,
-            strategy,
-            outer_strategy,
-            given.expt_fsdp_group_ag,
-            given.is_expert,
-            topology,
-        )
-    is_whole = given.whole_params or (lambda name, param: False)
     options = ShardingOptions(
-        unit_modules=given.fsdp_unit_modules,
+        unit_modules=fsdp_unit_modules,
         precision=precision,
-        gradient_policy=given.gradients,
-        overlap=Overlap(given.overlap_param_gather, given.overlap_grad_reduce),
-        check_values=given.check_values,
-        layout_policy=LayoutPolicy(
-            block_numel=given.optimizer_block_size,
-            bucket_bytes=given.bucket_bytes,
-            unit_bytes=given.unit_bytes,
-            by_parameter=given.disable_bucketing,
-        ),
-        by_module=given.enable_fine_grained_param_gather,
-        whole=[name for name, param in module.named_parameters() if is_whole(name, param)],
-        experts=experts,
-        tensor_parallel=tensor_parallel_mesh(given.device_mesh, given.tp_dim, (given.dp_shard_dim, given.dp_outer_dim)),
-        from_meta=_initializer(given.init_fn) if given.init_model_with_meta_device else None,
-        buffer_policy=given.buffers,
-        registers="never" if not given.nccl_ub else "later" if given.fsdp_manual_registration else "now",
-        allocate=given.buffer_allocator,
-        symmetric=not given.disable_symmetric_registration,
-        communication=Communication.of(given.communication),
-        keeps_transposes=given.keep_fp8_transpose_cache,
-        plugins=tuple(given.plugins),
-        ignored=frozenset(given.ignored_params),
-        reshard_after_forward=_resharding(given.reshard_after_forward, module, topology),
-        rest=_resting(given.offload_policy, module),
+        gradient_policy=gradients,
+        overlap=overlap,
+        check_values=check_values,
+        layout_policy=layout,
+        from_meta=init_fn if init_fn is None or isinstance(init_fn, Initializer) else ByFunction(init_fn),
+        plugins=tuple(plugin for plugin in plugins if not isinstance(plugin, ModelPlugin)),
+        ignored=frozenset(ignored_params),
+        reshard_after_forward=_resharding(reshard_after_forward, module, topology),
     )
+    setup = Setup(module, ranks, topology)
+    for plugin in plugins:
+        if isinstance(plugin, ModelPlugin):
+            options = plugin.configure(options, setup)
     with working(f"sharding {type(module).__name__}"):
-        sharded = shard_model(module, topology, every, _device(given.device, topology.mesh), options)
-    sharded.grad_sync.settings.automatic = given.sync_model_each_microbatch
-    ranks = {each.name: getattr(given, each.name) for each in fields(FSDPDistributedIndex) if hasattr(given, each.name)}
-    ranks["device_mesh"] = given.device_mesh if given.device_mesh is not None else topology.mesh
-    return sharded, FSDPDistributedIndex(**ranks, hsdp_outer_dp_shard=topology.is_hfsdp)
+        return shard_model(module, topology, every, _device(device, topology.mesh), options)
+
+
+def _check(units: Any, ignored: Any, plugins: Any) -> None:
+    """Raise TypeError for values of the wrong type, which could fail halfway."""
+    if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
+        raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
+    if not isinstance(plugins, Sequence) or not all(isinstance(p, ModelPlugin) or callable(p) for p in plugins):
+        raise TypeError(
+            f"plugins takes a list of functions (lane, ranks) -> lane, got {reprlib.repr(plugins)}; see "
+            "docs/write_a_stage.md."
+        )
+    if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
+        raise TypeError(
+            "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
+            f"got a {type(units).__name__}"
+        )
 
 
 def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:
     """Return the function that says what happens to a unit's buckets between forward and backward."""
-    values = _by_module("reshard_after_forward", given, module)
+    values = by_module("reshard_after_forward", given, module)
     for key, value in values.items():
         if value is None or isinstance(value, bool):
             continue
@@ -133,41 +202,7 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
         if value < 1:
             raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
         values[key] = topology.portions_of(value, "reshard_after_forward")
-    return _of_unit(values)
-
-
-def _resting(given: Any, module: nn.Module) -> Callable[[Unit], Rest]:
-    """Return the function that says where a unit's buckets rest."""
-    if given is None:
-        return lambda unit: ON_DEVICE
-    from mfsdp_compile.runtime.guests.offload.policy import rest_of
-
-    values = _by_module("offload_policy", given, module)
-    of_unit = _of_unit({key: rest_of(value, "offload_policy") for key, value in values.items()})
-    return lambda unit: of_unit(unit) or ON_DEVICE
-
-
-def _by_module(name: str, given: Any, module: nn.Module) -> dict[type[nn.Module] | nn.Module, Any]:
-    """Return the values of an argument that may be a mapping from modules or their classes, with its keys checked."""
-    values = dict(given) if isinstance(given, Mapping) else {nn.Module: given}
-    inside = set(module.modules())
-    for key in values:
-        if not (isinstance(key, nn.Module) or (isinstance(key, type) and issubclass(key, nn.Module))):
-            raise TypeError(f"{name} has the key {reprlib.repr(key)}, which is no module or class of modules")
-        if isinstance(key, nn.Module) and key not in inside:
-            raise ValueError(f"{name} has a {type(key).__name__} as a key that is not part of the model")
-    return values
-
-
-def _of_unit(values: Mapping[type[nn.Module] | nn.Module, Any]) -> Callable[[Unit], Any]:
-    """Return the function that finds a unit's value: of its module, its class, or a base of that."""
-
-    def of_unit(unit: Unit) -> Any:
-        found = [values[key] for key in (*unit.modules, *map(type, unit.modules)) if key in values]
-        found += [value for key, value in values.items() if isinstance(key, type) and isinstance(unit.modules[0], key)]
-        return found[0] if found else None
-
-    return of_unit
+    return of_unit(values)
 
 
 def _refuse_other_data_parallelism(module: nn.Module) -> None:
@@ -179,12 +214,6 @@ def _refuse_other_data_parallelism(module: nn.Module) -> None:
                 "gradients would be reduced twice. Use one of the two: pass fully_shard_model the module as it was "
                 "before torch's fully_shard, FullyShardedDataParallel or DistributedDataParallel."
             )
-
-
-def _initializer(init_fn: InitFn | Initializer | None) -> Initializer:
-    if init_fn is None:
-        return ByMethod()
-    return init_fn if isinstance(init_fn, Initializer) else ByFunction(init_fn)
 
 
 def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:

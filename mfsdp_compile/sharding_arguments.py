@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,35 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.exchange import Overlap
+from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.init.meta import InitFn, Initializer
+from mfsdp_compile.runtime.init.meta import ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import IsExpert
 from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.plan.units import UnitModules
+
+from .distributed_index import FSDPDistributedIndex
+from .flags import check_flag
+from .plugins import (
+    ByModule,
+    CommBuffers,
+    Communicators,
+    Experts,
+    HostMemory,
+    KeepTransposes,
+    ModelPlugin,
+    Ranks,
+    TensorParallel,
+    WholeParameters,
+)
+from .sharding import shard_in_place
+from .tracebacks import shorten_uncaught
 
 if TYPE_CHECKING:
     from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy
@@ -79,7 +99,7 @@ class Arguments:
     communication: Communication | Mapping[str, Any] | None = None
     buffer_allocator: Allocate | None = None
     ignored_params: Collection[nn.Parameter] = ()
-    plugins: Sequence[Plugin] = ()
+    plugins: Sequence[ModelPlugin | Plugin] = ()
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None
     offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None
 
@@ -110,6 +130,28 @@ class Arguments:
             self.maxpool_double_buffer,
             self.fsdp_db_use_persist_buf_on_alloc_fail,
         )
+
+    def model_plugins(self) -> Iterator[ModelPlugin]:
+        """Yield the plug-ins that the arguments stand for."""
+        if self.tp_dim is not None:
+            yield TensorParallel(self.tp_dim)
+        if self.expt_device_mesh is not None:
+            groups = self.hybrid_fsdp_expt_group, self.expt_fsdp_group_ag
+            yield Experts(self.expt_device_mesh, *groups, self.is_expert)
+        if self.buffers != BufferPolicy():
+            registers: Any = "never" if not self.nccl_ub else "later" if self.fsdp_manual_registration else "now"
+            symmetric = not self.disable_symmetric_registration
+            yield CommBuffers(self.buffers, registers, symmetric, self.buffer_allocator)
+        if self.communication is not None:
+            yield Communicators(self.communication)
+        if self.offload_policy is not None:
+            yield HostMemory(self.offload_policy)
+        if self.whole_params is not None:
+            yield WholeParameters(self.whole_params)
+        if self.enable_fine_grained_param_gather:
+            yield ByModule()
+        if self.keep_fp8_transpose_cache:
+            yield KeepTransposes()
 
     def _filled(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         default = MixedPrecisionPolicy()
@@ -147,20 +189,6 @@ class Arguments:
                 f"{reprlib.repr(self.buffer_allocator)}. Memory that is freed after each use, as by Megatron-FSDP's "
                 "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers "
                 "are used in turn, as by its rotary and fixed pools."
-            )
-        ignored = self.ignored_params
-        if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
-            raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
-        if not isinstance(self.plugins, Sequence) or not all(map(callable, self.plugins)):
-            raise TypeError(
-                f"plugins takes a list of functions (lane, ranks) -> lane, got {reprlib.repr(self.plugins)}; see "
-                "docs/write_a_stage.md."
-            )
-        units = self.fsdp_unit_modules
-        if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
-            raise TypeError(
-                "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
-                f"got a {type(units).__name__}"
             )
 
     def _check_together(self) -> None:
@@ -213,6 +241,40 @@ class Arguments:
             )
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
+def shard_by(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistributedIndex]:
+    """Shard a model in place by the arguments of ``fully_shard_model``. Collective.
+
+    Returns:
+        What owns its buckets, and the ranks that it is sharded over.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: See :func:`~mfsdp_compile.fully_shard_model`.
+    """
+    shorten_uncaught()
+    given.check()
+    sharded = shard_in_place(
+        module,
+        Ranks(**{each.name: getattr(given, each.name) for each in fields(Ranks)}),
+        given.fsdp_unit_modules,
+        given.zero_dp_strategy,
+        given.precision,
+        device=given.device,
+        reshard_after_forward=given.reshard_after_forward,
+        gradients=given.gradients,
+        overlap=Overlap(given.overlap_param_gather, given.overlap_grad_reduce),
+        layout=LayoutPolicy(
+            block_numel=given.optimizer_block_size,
+            bucket_bytes=given.bucket_bytes,
+            unit_bytes=given.unit_bytes,
+            by_parameter=given.disable_bucketing,
+        ),
+        init_fn=(given.init_fn or ByMethod()) if given.init_model_with_meta_device else None,
+        ignored_params=given.ignored_params,
+        check_values=given.check_values,
+        plugins=[*given.model_plugins(), *given.plugins],
+    )
+    sharded.grad_sync.settings.automatic = given.sync_model_each_microbatch
+    ranks = {each.name: getattr(given, each.name) for each in fields(FSDPDistributedIndex) if hasattr(given, each.name)}
+    if given.device_mesh is None:
+        ranks["device_mesh"] = sharded.topology.mesh
+    return sharded, FSDPDistributedIndex(**ranks, hsdp_outer_dp_shard=sharded.topology.is_hfsdp)

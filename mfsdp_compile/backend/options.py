@@ -28,7 +28,7 @@ VERIFY = ("once", "each")
 
 
 _OF_MODELS = ("prefetch", "prefetch_bytes", "reductions_in_flight", "reduction_bytes", "keep_last")
-"""Options whose defaults are the model's, see :meth:`~mfsdp_compile.MegatronFSDP.set_schedule`."""
+"""Options whose defaults are the model's, see :meth:`~mfsdp_compile.ShardedModule.set_schedule`."""
 
 Fp8Filter = Callable[[str, torch.Size], bool]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,13 @@ from torch import Tensor
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.redistribute import as_real
+from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.ranks.agreement import everyones
-
-from ..gradient_methods import GradientMethods
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Result of :meth:`MegatronFSDP.verify_step`. All compared tensors are equal, or within the tolerance.
+    """Result of :meth:`.ShardedModule.verify_step`. All compared tensors are equal, or within the tolerance.
 
     Args:
         tensors: Number of compared tensors.
@@ -38,15 +37,27 @@ class StepComparison:
         return f"{self.tensors} tensors, largest relative difference {self.largest:.2g} ({self.where})"
 
 
+class Steps(Protocol):
+    """What a comparison needs of a sharded module."""
+
+    sharded: ShardedModel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def sync(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
 def compare_step(
-    model: GradientMethods,
+    model: Steps,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Mapping[str, Any] | None,
     tolerance: float | None,
     loss: Callable[[Any], Tensor] | None,
 ) -> StepComparison:
-    """See :meth:`MegatronFSDP.verify_step`."""
+    """See :meth:`.ShardedModule.verify_step`."""
     sharded = model.sharded
     if sharded.grad_sync.microbatches:
         raise RuntimeError(
@@ -80,7 +91,7 @@ def compare_step(
 
 
 @contextlib.contextmanager
-def unchanged(model: GradientMethods) -> Iterator[None]:
+def unchanged(model: Steps) -> Iterator[None]:
     """Restore gradients, buffers and random state on exit. Inside, there are no gradients."""
     buckets = model.sharded.buckets
     attached = [list(bucket.gradients) for bucket in buckets]
@@ -101,7 +112,7 @@ def unchanged(model: GradientMethods) -> Iterator[None]:
 
 
 def _tensors_of_step(
-    model: GradientMethods,
+    model: Steps,
     call: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

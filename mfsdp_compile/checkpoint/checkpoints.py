@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.optim.state import named_state_dict, optimizer_name
 from mfsdp_compile.runtime.ranks.agreement import agree, conclude, errors_for_all, has_others
 from mfsdp_compile.runtime.ranks.watchdog import watchdog
 from mfsdp_compile.runtime.untrusted_files import remove
-from mfsdp_compile.wrapper import unwrapped
+from mfsdp_compile.sharded_module import unwrapped
 
 from .errors import CheckpointError, as_checkpoint_error
 from .extra_state import check_extra, digests_of, extra_to_tensor, get_generators, only_of_some

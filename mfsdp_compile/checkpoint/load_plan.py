@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.partition import own_rows
 from mfsdp_compile.runtime.program_lines import warn
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.sharded_module import ShardedModule
 
 from .dcp_reader import CheckpointReader
 from .differences import Differences, listed
@@ -47,7 +47,7 @@ class LoadPlan:
     def __init__(
         self,
         reader: CheckpointReader,
-        model: MegatronFSDP,
+        model: ShardedModule,
         optimizer: torch.optim.Optimizer | None,
         allowed: Mapping[str, Sequence[str]],
         is_of_class: bool,

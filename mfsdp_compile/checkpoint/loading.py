@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime.optim.state import check_holds_own_state, load_named, optimizer_name
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
-from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
+from mfsdp_compile.sharded_module import ShardedModule, unwrapped
 
 from .dcp_reader import CheckpointReader, SafeLoadPlanner, SafeReader
 from .errors import CheckpointError, as_causes
@@ -217,7 +217,7 @@ class _Load:
     def __init__(
         self,
         directory: Path,
-        model: MegatronFSDP,
+        model: ShardedModule,
         optimizer: torch.optim.Optimizer | None,
         allowed: Mapping[str, Sequence[str]],
         manifest: Manifest | None,

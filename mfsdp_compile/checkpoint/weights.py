@@ -14,7 +14,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.bucket import ParamHandle
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.owner import owner_of
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.sharded_module import ShardedModule
 
 
 def inner_name(name: str) -> str:
@@ -50,7 +50,7 @@ class ShardedWeights:
             ValueError: If its parts are sharded over different ranks.
         """
         module = compat.uncompiled(model)
-        if isinstance(module, MegatronFSDP):
+        if isinstance(module, ShardedModule):
             module = module.module
         params = list(module.parameters()) if isinstance(module, nn.Module) else []
         found = {id(owner): owner for param in params if isinstance(owner := owner_of(param), ShardedModel)}

@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.schedule.phase import Phase
 from ..backend.bucket_infos import bucket_info
 from ..backend.verify_step import unchanged
 from ..quantities import bytes_text
-from ..wrapper import unwrapped
+from ..sharded_module import unwrapped
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mfsdp_compile import sharding
 from mfsdp_compile.distributed_index import hybrid_arguments
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
@@ -20,7 +19,7 @@ from mfsdp_compile.runtime.model.shard import check_dissolves, dissolve
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.references import tie_again
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.sharding_arguments import Arguments
+from mfsdp_compile.sharding_arguments import Arguments, shard_by
 
 from .compiled import compile_again, compiled_modules
 from .first_use import pending, set_class, wait
@@ -144,7 +143,7 @@ def _shard_now(
         check_values=not checks_later and all(request.check_values for request in requests),
     )
     with telling_others():
-        model, _ = sharding.shard(root, arguments)
+        model, _ = shard_by(root, arguments)
     model.compares_values = checks_later and all(request.check_values for request in requests)
     return model
 

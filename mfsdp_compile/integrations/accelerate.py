@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict
 from mfsdp_compile.checkpoint.extra_state import check_extra
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.sharded_module import ShardedModule
 
 __all__ = ["FOLDER", "MfsdpAccelerator", "sharded_model"]
 
@@ -193,7 +193,7 @@ class MfsdpAccelerator(accelerate.Accelerator):
             )
 
     @contextlib.contextmanager
-    def _put_aside(self) -> Iterator[tuple[MegatronFSDP, torch.optim.Optimizer | None] | None]:
+    def _put_aside(self) -> Iterator[tuple[ShardedModule, torch.optim.Optimizer | None] | None]:
         """Hide the sharded model and its optimizer, of which accelerate would save one rank's part.
 
         Raises:
@@ -216,7 +216,7 @@ class MfsdpAccelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
 
 
-def sharded_model(model: Any) -> MegatronFSDP | None:
+def sharded_model(model: Any) -> ShardedModule | None:
     """Return the model that ``fully_shard_model`` returned, compiled or not, or None for any other object."""
     inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, MegatronFSDP) else None
+    return inner if isinstance(inner, ShardedModule) else None

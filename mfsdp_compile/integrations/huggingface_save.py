@@ -53,7 +53,7 @@ def save_weights(
     """Write ``.safetensors`` files for ``from_pretrained`` to a folder. Collective.
 
     The first rank writes tensors one at a time, as they are gathered. Memory: one bucket, or two, as
-    for :meth:`.MegatronFSDP.full_parameters`.
+    for :meth:`.ShardedModule.full_parameters`.
 
     Args:
         model: A sharded model for whose module :func:`can_stream` is true.

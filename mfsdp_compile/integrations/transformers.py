@@ -45,7 +45,7 @@ from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.guests.offload.policy import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.sharded_module import ShardedModule
 
 from .accelerate import FOLDER, MfsdpAccelerator
 from .huggingface_save import WRITING, can_stream, save_weights
@@ -210,7 +210,7 @@ class MfsdpTrainerMixin(_Base):
         ValueError: If arguments of the trainer cannot be honored. The message lists all of them.
     """
 
-    sharded: MegatronFSDP | None = None
+    sharded: ShardedModule | None = None
 
     def __init__(self, *args: Any, sharding: ShardingArguments | None = None, **kwargs: Any) -> None:
         self.sharding = sharding or ShardingArguments()
@@ -247,7 +247,7 @@ class MfsdpTrainerMixin(_Base):
         with _computing_in(model, self._compute_dtype):
             return fully_shard_model(model, **self.sharding.arguments(model, self.args.device.type)).eval()
 
-    def _shard(self) -> MegatronFSDP:
+    def _shard(self) -> ShardedModule:
         """Shard the model and, if one was passed, its optimizer, unless that is already done."""
         if self.sharded is not None and self.sharded.module is self.model:
             return self.sharded
@@ -469,7 +469,7 @@ def _saved_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def _unsuitable(model: nn.Module) -> Iterator[str]:
-    if isinstance(model, MegatronFSDP) or hasattr(model, "_orig_mod"):
+    if isinstance(model, ShardedModule) or hasattr(model, "_orig_mod"):
         yield f"is a {type(model).__name__}: pass the Hugging Face model; MfsdpTrainer shards and compiles it"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         yield "was loaded with a device_map over several devices: load it without"

@@ -13,8 +13,7 @@ from torch import nn
 from mfsdp_compile.distributed_index import FSDPDistributedIndex
 from mfsdp_compile.runtime.model.sharded_model import ShardedModel
 from mfsdp_compile.runtime.plan.precision import MixedPrecisionPolicy, PolicyArgument
-from mfsdp_compile.sharding import shard
-from mfsdp_compile.sharding_arguments import Arguments
+from mfsdp_compile.sharding_arguments import Arguments, shard_by
 
 from .settings import DistributedDataParallelConfig
 from .translation import sharding_arguments
@@ -86,4 +85,4 @@ def shard_by_index(
     arguments["sync_model_each_microbatch"] = flags["sync_model_each_microbatch"]
     ranks = {name: value for name, value in vars(index).items() if name != "hsdp_outer_dp_shard"}
     given = Arguments(fsdp_unit_modules=fsdp_unit_modules, device=device, **ranks, **arguments)
-    return *shard(module, given), ddp
+    return *shard_by(module, given), ddp

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint
 
 from mfsdp_compile.api import fully_shard_optimizer
 from mfsdp_compile.convert.param_groups import param_to_param_group_map
-from mfsdp_compile.wrapper import unwrapped
+from mfsdp_compile.sharded_module import unwrapped
 
 
 def DistributedOptimizer(

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.api import fully_shard_model
+from mfsdp_compile.megatron_fsdp import MegatronFSDP
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.init.meta import has_meta
 from mfsdp_compile.runtime.program_lines import warn
 from mfsdp_compile.runtime.ranks.agreement import telling_others
-from mfsdp_compile.wrapper import MegatronFSDP
 
 from .process_groups import mesh_arguments
 from .translation import sharding_arguments

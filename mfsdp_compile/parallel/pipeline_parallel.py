@@ -48,7 +48,7 @@ from mfsdp_compile.runtime.program_lines import warn
 from ..runtime.geometry.topology import Accumulation, Group
 from ..runtime.memory import gradients
 from ..runtime.memory.bucket import Bucket
-from ..wrapper import unwrapped
+from ..sharded_module import unwrapped
 
 __all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory", "state_of"]
 

@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.schedule.file import ScheduleText
 from mfsdp_compile.runtime.schedule.phase import Phase
 
 from ..report import PassRow, StepReport, UnitTime, headline, write
-from ..wrapper import unwrapped
+from ..sharded_module import unwrapped
 
 __all__ = ["Measurement", "measure", "measuring", "predicted", "report", "schedule_of"]
 

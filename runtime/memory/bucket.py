@@ -466,6 +466,11 @@ class Bucket(FlatShard, Owned[BucketOwner]):
         return any(getattr(param, attribute, None) is not None for param in self.params)
 
     @property
+    def deferred_total(self) -> Tensor | None:
+        """The sum of gradients that waits for its reduction, ``[layout.numel]``; None: there is none."""
+        return self.pending.total if self.pending is not None else None
+
+    @property
     def gradient_waits(self) -> bool:
         """Whether the last gradient was kept for a later reduction."""
         return self.pending is not None and self.pending.kept

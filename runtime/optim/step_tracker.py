@@ -67,7 +67,7 @@ class StepTracker:
             params: ``id`` of the parameters that are about to change.
         """
         for bucket in self._buckets:
-            if bucket.pending is None or bucket.pending.total is None:
+            if bucket.deferred_total is None:
                 continue
             for param, gradient, split in zip(bucket.params, bucket.gradients, bucket.splits, strict=True):
                 if id(param) in params and gradient is not None:

@@ -216,8 +216,8 @@ class GradSync:
     def finish(self) -> None:
         """Reduce deferred gradients. Afterwards, every parameter that any rank has used has its gradient everywhere."""
         for bucket in self._buckets:
-            if bucket.pending is not None and bucket.pending.total is not None:
-                bucket.forget_abandoned(bucket.pending.total)
+            if (total := bucket.deferred_total) is not None:
+                bucket.forget_abandoned(total)
                 self._reductions.reduce_waiting(bucket)
         # The same buckets on all ranks, even if hooks have taken their gradients off already.
         shown = {bucket for bucket in self._buckets if bucket.has_gradients}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ("runtime/**/*.py", "passes/**/*.py", "mfsdp_compile/backend/**/*.py")
-CORE_FILES = ("mfsdp_compile/api.py", "mfsdp_compile/wrapper.py", "mfsdp_compile/sharding*.py")
+CORE_FILES = ("mfsdp_compile/sharded_module.py", "mfsdp_compile/sharding.py")
 GUESTS = {
     "quantized": (
         r"quantized|quantize[sd]?\b|dequantiz|\bscaling\b(?!\s*=\s*Scaling)|Planes|has_planes|sends_planes"
@@ -64,8 +64,8 @@ FLAGS = frozenset(
 )
 """Attributes that say how a bucket travels."""
 IMPORTS = {
-    "eager": "from mfsdp_compile import fully_shard_model",
-    "eager and compiled": "from mfsdp_compile import fully_shard_model; import mfsdp_compile.backend.compile",
+    "eager": "from mfsdp_compile import shard",
+    "eager and compiled": "from mfsdp_compile import shard; import mfsdp_compile.backend.compile",
     "verifier": "import mfsdp_compile.passes.verifier.verify",
 }
 

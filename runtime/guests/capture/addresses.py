@@ -65,8 +65,8 @@ class Baked:
             yield from (("what is sent of bucket", name, made.data_ptr()) for made in bucket.of_maker())
             if not gradients:
                 continue
-            if bucket.pending is not None and bucket.pending.total is not None:
-                yield "deferred gradients of bucket", name, bucket.pending.total.data_ptr()
+            if (total := bucket.deferred_total) is not None:
+                yield "deferred gradients of bucket", name, total.data_ptr()
             for gradient, locations in zip(bucket.gradients, bucket.locations, strict=True):
                 if gradient is not None and not isinstance(gradient, UnreducedGradient):
                     yield "gradient of", locations[0].name, _address(gradient)
