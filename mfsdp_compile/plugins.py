@@ -226,3 +226,29 @@ class KeepTransposes(ModelPlugin):
 
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
         return replace(options, keeps_transposes=True)
+
+
+_PLUGINS = {
+    "Ranks": "dp_shard_dim dp_outer_dim hybrid_fsdp_group fsdp_group_ag outer_dp_sharding_strategy",
+    "TensorParallel": "tp_dim",
+    "Experts": "expt_device_mesh hybrid_fsdp_expt_group expt_fsdp_group_ag is_expert",
+    "CommBuffers": """fsdp_double_buffer maxpool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail nccl_ub
+        fsdp_manual_registration disable_symmetric_registration buffer_allocator""",
+    "Communicators": "communication",
+    "HostMemory": "offload_policy cpu_offload",
+    "WholeParameters": "whole_params",
+    "ByModule": "enable_fine_grained_param_gather",
+    "KeepTransposes": "keep_fp8_transpose_cache",
+    "GradientPolicy": """average_in_collective calculate_per_token_loss use_decoupled_grad report_nan_in_param_grad
+        cuda_graph_mode""",
+    "Overlap": "overlap_grad_reduce overlap_param_gather",
+    "LayoutPolicy": "optimizer_block_size bucket_bytes unit_bytes disable_bucketing",
+    "ByMethod": "init_model_with_meta_device",
+}
+"""Names in this module, and the arguments of ``fully_shard_model`` that they stand for."""
+HERE = {
+    argument: f"It is part of mfsdp_compile.plugins.{name} here; see docs/shard.md."
+    for name, arguments in _PLUGINS.items()
+    for argument in arguments.split()
+}
+"""Where the arguments of ``fully_shard_model`` are that ``shard`` does not take, for messages."""

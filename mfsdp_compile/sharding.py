@@ -32,7 +32,7 @@ from mfsdp_compile.runtime.ranks.agreement import telling_others
 
 from .by_unit import by_module, of_unit
 from .flags import check_flag
-from .plugins import ModelPlugin, Ranks, Setup
+from .plugins import HERE, ModelPlugin, Ranks, Setup
 from .progress import working
 from .sharded_module import ShardedModule
 from .tracebacks import shorten_uncaught
@@ -57,7 +57,7 @@ ELSEWHERE = {
 """Arguments of FSDP1 and FSDP2, and what to use in their place."""
 
 
-@names_arguments("shard", ELSEWHERE)
+@names_arguments("shard", ELSEWHERE | HERE)
 @telling_others()
 def shard(
     module: nn.Module,
@@ -137,7 +137,7 @@ def shard_in_place(
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
     if isinstance(vars(module).get("sharded"), ShardedModel):
         raise ValueError(
-            "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."
+            f"The model is already sharded: it is a {type(module).__name__}. Pass the module that is inside only once."
         )
     _refuse_other_data_parallelism(module)
     _check(fsdp_unit_modules, ignored_params, plugins)
@@ -169,6 +169,11 @@ def shard_in_place(
     for plugin in plugins:
         if isinstance(plugin, ModelPlugin):
             options = plugin.configure(options, setup)
+            if not isinstance(options, ShardingOptions):
+                name = type(plugin).__name__
+                raise TypeError(
+                    f"{name}.configure must return ShardingOptions, and returned a {type(options).__name__}."
+                )
     with working(f"sharding {type(module).__name__}"):
         return shard_model(module, topology, every, _device(device, topology.mesh), options)
 
@@ -179,9 +184,12 @@ def _check(units: Any, ignored: Any, plugins: Any) -> None:
         raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
     if not isinstance(plugins, Sequence) or not all(isinstance(p, ModelPlugin) or callable(p) for p in plugins):
         raise TypeError(
-            f"plugins takes a list of functions (lane, ranks) -> lane, got {reprlib.repr(plugins)}; see "
-            "docs/write_a_stage.md."
+            "plugins takes a list of plug-ins for models (mfsdp_compile.plugins) and of functions (lane, ranks) -> "
+            f"lane (docs/write_a_stage.md), got {reprlib.repr(plugins)}."
         )
+    for plugin in plugins:
+        if isinstance(plugin, type):
+            raise TypeError(f"plugins has the class {plugin.__name__}. Pass an instance: {plugin.__name__}(...).")
     if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
         raise TypeError(
             "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
