@@ -7,6 +7,7 @@ bucket travels (docs/write_a_stage.md). Both go into ``plugins=[...]``.
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -160,6 +161,17 @@ class CommBuffers(ModelPlugin):
     allocate: Allocate | None = None
 
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
+        if not isinstance(self.policy, BufferPolicy):
+            raise TypeError(f"CommBuffers takes a BufferPolicy, got {reprlib.repr(self.policy)}")
+        if self.registers not in ("now", "later", "never"):
+            raise ValueError(f"CommBuffers: registers is 'now', 'later' or 'never', got {self.registers!r}")
+        if self.allocate is not None and not callable(self.allocate):
+            raise TypeError(
+                "buffer_allocator takes a function (numel, dtype, device) -> tensor, got "
+                f"{reprlib.repr(self.allocate)}. Memory that is freed after each use, as by Megatron-FSDP's "
+                "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers "
+                "are used in turn, as by its rotary and fixed pools."
+            )
         return replace(
             options,
             buffer_policy=self.policy,
@@ -208,6 +220,10 @@ class WholeParameters(ModelPlugin):
     whole_params: Callable[[str, nn.Parameter], bool]
 
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
+        if not callable(self.whole_params):
+            raise TypeError(
+                f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(self.whole_params)}"
+            )
         named = setup.module.named_parameters()
         return replace(options, whole=[name for name, param in named if self.whole_params(name, param)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from mfsdp_compile.runtime.ranks.agreement import telling_others
 
 from .by_unit import by_module, of_unit
 from .flags import check_flag
+from .option_checks import check_together, check_types
 from .plugins import HERE, ModelPlugin, Ranks, Setup
 from .progress import working
 from .sharded_module import ShardedModule
@@ -140,7 +141,8 @@ def shard_in_place(
             f"The model is already sharded: it is a {type(module).__name__}. Pass the module that is inside only once."
         )
     _refuse_other_data_parallelism(module)
-    _check(fsdp_unit_modules, ignored_params, plugins)
+    groups = [("gradients", gradients, GradientPolicy), ("overlap", overlap, Overlap), ("layout", layout, LayoutPolicy)]
+    check_types(fsdp_unit_modules, ignored_params, groups, plugins)
     check_flag("check_values", check_values)
     ranks = device_mesh if isinstance(device_mesh, Ranks) else Ranks(device_mesh)
     topology, every = build_topology(
@@ -174,27 +176,9 @@ def shard_in_place(
                 raise TypeError(
                     f"{name}.configure must return ShardingOptions, and returned a {type(options).__name__}."
                 )
+    check_together(options)
     with working(f"sharding {type(module).__name__}"):
         return shard_model(module, topology, every, _device(device, topology.mesh), options)
-
-
-def _check(units: Any, ignored: Any, plugins: Any) -> None:
-    """Raise TypeError for values of the wrong type, which could fail halfway."""
-    if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
-        raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
-    if not isinstance(plugins, Sequence) or not all(isinstance(p, ModelPlugin) or callable(p) for p in plugins):
-        raise TypeError(
-            "plugins takes a list of plug-ins for models (mfsdp_compile.plugins) and of functions (lane, ranks) -> "
-            f"lane (docs/write_a_stage.md), got {reprlib.repr(plugins)}."
-        )
-    for plugin in plugins:
-        if isinstance(plugin, type):
-            raise TypeError(f"plugins has the class {plugin.__name__}. Pass an instance: {plugin.__name__}(...).")
-    if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
-        raise TypeError(
-            "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
-            f"got a {type(units).__name__}"
-        )
 
 
 def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:

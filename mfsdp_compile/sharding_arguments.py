@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
@@ -138,7 +137,7 @@ class Arguments:
         if self.expt_device_mesh is not None:
             groups = self.hybrid_fsdp_expt_group, self.expt_fsdp_group_ag
             yield Experts(self.expt_device_mesh, *groups, self.is_expert)
-        if self.buffers != BufferPolicy():
+        if self.buffers != BufferPolicy() or self.buffer_allocator is not None:
             registers: Any = "never" if not self.nccl_ub else "later" if self.fsdp_manual_registration else "now"
             symmetric = not self.disable_symmetric_registration
             yield CommBuffers(self.buffers, registers, symmetric, self.buffer_allocator)
@@ -179,60 +178,16 @@ class Arguments:
                 raise TypeError(
                     f"{each.name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}"
                 )
-        if self.whole_params is not None and not callable(self.whole_params):
-            raise TypeError(
-                f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(self.whole_params)}"
-            )
-        if self.buffer_allocator is not None and not callable(self.buffer_allocator):
-            raise TypeError(
-                "buffer_allocator takes a function (numel, dtype, device) -> tensor, got "
-                f"{reprlib.repr(self.buffer_allocator)}. Memory that is freed after each use, as by Megatron-FSDP's "
-                "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers "
-                "are used in turn, as by its rotary and fixed pools."
-            )
 
     def _check_together(self) -> None:
         if self.expt_device_mesh is None:
             for name in ("hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "is_expert"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} needs expt_device_mesh, the mesh of the ranks that share experts.")
-        symmetric = self.nccl_ub and not self.disable_symmetric_registration
         if self.calculate_per_token_loss and self.average_in_collective:
             raise ValueError(
                 "calculate_per_token_loss sums gradients and average_in_collective averages them: pass only one of "
                 "them."
-            )
-        if symmetric and self.average_in_collective:
-            raise ValueError(
-                "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
-                "average_in_collective out, or pass disable_symmetric_registration=True."
-            )
-        if self.nccl_ub and "expandable_segments:true" in compat.allocator_settings().replace(" ", "").lower():
-            raise ValueError(
-                f"nccl_ub: PYTORCH_ALLOC_CONF has {compat.allocator_settings()!r}, and NCCL cannot register memory of "
-                "expandable segments. Leave expandable_segments out, or train without nccl_ub."
-            )
-        if self.buffer_allocator is not None and self.nccl_ub:
-            raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
-        if self.buffer_allocator is not None and not self.buffers.double:
-            raise ValueError(
-                "buffer_allocator allocates communication buffers, and this model has none: pass "
-                "fsdp_double_buffer=True or maxpool_double_buffer=True."
-            )
-        if Communication.of(self.communication).zero_cta and not symmetric:
-            raise ValueError(
-                "communication: zero_cta gathers from and into symmetric memory. Pass nccl_ub=True, and leave "
-                "disable_symmetric_registration out."
-            )
-        if self.enable_fine_grained_param_gather and self.unit_bytes is not None:
-            raise ValueError(
-                "enable_fine_grained_param_gather divides units into modules, and unit_bytes joins units: pass only "
-                "one of them."
-            )
-        if self.disable_bucketing and self.bucket_bytes is not None:
-            raise ValueError(
-                "disable_bucketing gives each parameter a bucket of its own, so there is nothing that bucket_bytes "
-                "could split: pass only one of them."
             )
         if self.init_fn is not None and not self.init_model_with_meta_device:
             raise ValueError(

@@ -217,6 +217,41 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     ),
     "a number": (lambda model: shard(model, plugins=[3]), TypeError, "plugins takes a list of plug-ins"),  # type: ignore[list-item]
     "a class": (lambda model: shard(model, plugins=[ByModule]), TypeError, "Pass an instance: ByModule"),  # type: ignore[list-item]
+    "twice": (lambda model: shard(model, plugins=[ByModule(), ByModule()]), ValueError, "plugins has two ByModule"),
+    "no list": (lambda model: shard(model, plugins=ByModule()), TypeError, "plugins takes a list"),  # type: ignore[arg-type]
+    "a group of numbers": (lambda model: shard(model, layout=None), TypeError, "layout takes a LayoutPolicy"),  # type: ignore[arg-type]
+    "a way to register": (
+        lambda model: shard(model, plugins=[CommBuffers(registers="soon")]),  # type: ignore[arg-type]
+        ValueError,
+        "registers is 'now', 'later' or 'never'",
+    ),
+    "nothing to register": (
+        lambda model: shard(model, plugins=[CommBuffers(BufferPolicy(), registers="now")]),
+        ValueError,
+        "this model has none",
+    ),
+    "memory for nothing": (
+        lambda model: shard(model, plugins=[CommBuffers(BufferPolicy(), allocate=torch.empty)]),
+        ValueError,
+        "buffer_allocator allocates communication buffers",
+    ),
+    "means in symmetric memory": (
+        lambda model: shard(
+            model, gradients=GradientPolicy(Scaling.AVERAGE_IN_COLLECTIVE), plugins=[CommBuffers(registers="now")]
+        ),
+        ValueError,
+        "NCCL only sums in symmetric memory",
+    ),
+    "units of modules that are joined": (
+        lambda model: shard(model, layout=LayoutPolicy(unit_bytes=1000), plugins=[ByModule()]),
+        ValueError,
+        "divides units into modules",
+    ),
+    "no function": (
+        lambda model: shard(model, plugins=[WholeParameters("all")]),  # type: ignore[arg-type]
+        TypeError,
+        "whole_params takes a function",
+    ),
     "nothing returned": (lambda model: shard(model, plugins=[Broken()]), TypeError, "Broken.configure must return"),
     "an error inside": (lambda model: shard(model, plugins=[Broken(ValueError("no room"))]), ValueError, "no room"),
     "an unknown dimension": (
