@@ -77,7 +77,7 @@ def shard_by(mode: str, model: nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def layouts(**policy: Any) -> Iterator[None]:
     """Make layouts by another policy than the default."""
-    with mock.patch("mfsdp_compile.sharding.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
+    with mock.patch("mfsdp_compile.sharding_arguments.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
         yield
 
 
