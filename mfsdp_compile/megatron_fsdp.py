@@ -110,11 +110,6 @@ class MegatronFSDP(ShardedModule):
 
     # -- gradients and parameters -------------------------------------------------------------------------------------
 
-    @property
-    def microbatch_count(self) -> int:
-        """Number of backwards since gradients were last reduced completely."""
-        return self.sharded.grad_sync.microbatches
-
     def start_grad_sync(self) -> None:
         """Reduce deferred gradients now; a later :meth:`finish_grad_sync` is a no-op.
 
@@ -193,20 +188,6 @@ class MegatronFSDP(ShardedModule):
         )
         if wait_bucket_ready:
             wait()
-
-    def manual_buffer_registration(self) -> bool:
-        """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
-
-        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered
-        when the copy uses the first one.
-
-        Returns:
-            Whether NCCL runs the model's collectives. Otherwise nothing is registered.
-
-        Raises:
-            ValueError: If the model was sharded without ``nccl_ub``.
-        """
-        return self.sharded.manual_buffer_registration()
 
     def broadcast_params(self) -> None:
         """Copy parameters from the first rank to the ranks that replicate them. Collective.

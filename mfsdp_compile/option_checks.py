@@ -9,10 +9,15 @@ from typing import Any
 from torch import nn
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
+from mfsdp_compile.runtime.init.meta import Initializer, has_meta
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.model.shard import ShardingOptions
-from mfsdp_compile.runtime.plan.precision import Scaling
+from mfsdp_compile.runtime.plan.communicators import Communication
+from mfsdp_compile.runtime.plan.precision import GradientPolicy, Policies, Scaling
 
+from .flags import check_group
 from .plugins import ModelPlugin
 
 
@@ -23,8 +28,7 @@ def check_types(units: Any, ignored: Any, groups: Sequence[tuple[str, Any, type]
         groups: Names of arguments that group numbers, their values, and their types.
     """
     for name, value, kind in groups:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} takes a {kind.__name__} (mfsdp_compile.plugins), got {reprlib.repr(value)}")
+        check_group(name, value, kind)
     if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
         raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
     if not isinstance(plugins, Sequence) or not all(isinstance(p, ModelPlugin) or callable(p) for p in plugins):
@@ -32,18 +36,71 @@ def check_types(units: Any, ignored: Any, groups: Sequence[tuple[str, Any, type]
             "plugins takes a list of plug-ins for models (mfsdp_compile.plugins) and of functions (lane, ranks) -> "
             f"lane (docs/write_a_stage.md), got {reprlib.repr(plugins)}."
         )
-    seen: set[type] = set()
     for plugin in plugins:
         if isinstance(plugin, type):
             raise TypeError(f"plugins has the class {plugin.__name__}. Pass an instance: {plugin.__name__}(...).")
-        if isinstance(plugin, ModelPlugin) and type(plugin) in seen:
-            raise ValueError(f"plugins has two {type(plugin).__name__}, of which only the last would count. Pass one.")
-        seen.add(type(plugin))
+        if isinstance(plugin, Initializer):
+            raise TypeError(f"plugins has a {type(plugin).__name__}, which is for init_fn.")
+    for kind in ModelPlugin.__subclasses__():
+        if kind.__module__ == ModelPlugin.__module__ and sum(isinstance(plugin, kind) for plugin in plugins) > 1:
+            raise ValueError(f"plugins has two {kind.__name__}, of which only the last would count. Pass one.")
     if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
         raise TypeError(
             "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
             f"got a {type(units).__name__}"
         )
+
+
+def check_initializer(init_fn: Any, module: nn.Module) -> None:
+    """Raise TypeError for what is no initializer, and ValueError if there is nothing to initialize."""
+    if isinstance(init_fn, type):
+        raise TypeError(f"init_fn is the class {init_fn.__name__}. Pass an instance: {init_fn.__name__}().")
+    if init_fn is None:
+        return
+    if not callable(init_fn):
+        raise TypeError(f"init_fn takes a function of a module, or an initializer, got {reprlib.repr(init_fn)}")
+    if not has_meta(module):
+        raise ValueError("init_fn initializes parameters on the meta device, and this model already has values.")
+
+
+def check_options(options: Any, plugin: str, module: nn.Module) -> None:
+    """Raise TypeError or ValueError for options that a plug-in should not have returned.
+
+    Args:
+        plugin: Name of its class.
+    """
+    if not isinstance(options, ShardingOptions):
+        raise TypeError(f"{plugin}.configure must return ShardingOptions, and returned a {type(options).__name__}.")
+    for name, kind in _KINDS.items():
+        if not isinstance(value := getattr(options, name), kind):
+            kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise TypeError(f"{plugin}.configure: {name} is a {kinds}, got {reprlib.repr(value)}")
+    for name in ("reshard_after_forward", "rest"):
+        if not callable(value := getattr(options, name)):
+            raise TypeError(f"{plugin}.configure: {name} is a function of a unit, got {reprlib.repr(value)}")
+    if any(isinstance(each, ModelPlugin) or not callable(each) for each in options.plugins):
+        raise TypeError(f"{plugin}.configure: plugins are functions (lane, ranks) -> lane, got {options.plugins!r}")
+    if unknown := set(options.whole) - {name for name, _ in module.named_parameters()}:
+        raise ValueError(f"{plugin}.configure: whole has {sorted(unknown)}, which are no names of parameters.")
+
+
+_KINDS: dict[str, Any] = {
+    "precision": Policies,
+    "gradient_policy": GradientPolicy,
+    "overlap": Overlap,
+    "layout_policy": LayoutPolicy,
+    "buffer_policy": BufferPolicy,
+    "communication": Communication,
+    "from_meta": (Initializer, type(None)),
+    "whole": (list, tuple, set, frozenset),
+    "ignored": frozenset,
+    "plugins": tuple,
+    "by_module": bool,
+    "keeps_transposes": bool,
+    "symmetric": bool,
+    "check_values": bool,
+}
+"""Types of fields of :class:`.ShardingOptions`."""
 
 
 def check_together(options: ShardingOptions) -> None:
@@ -66,6 +123,8 @@ def check_together(options: ShardingOptions) -> None:
         )
     if options.allocate is not None and registers:
         raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
+    if options.gradient_policy.keeps_memory and not has_buffers:
+        raise ValueError("GradientPolicy(keeps_memory=True) is for CUDA graphs, which need buffers: add CommBuffers().")
     if registers and not has_buffers:
         raise ValueError("CommBuffers registers buffers, and this model has none: pass BufferPolicy(double=True).")
     if options.allocate is not None and not has_buffers:

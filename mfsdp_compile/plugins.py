@@ -31,6 +31,7 @@ from mfsdp_compile.runtime.plan.meshes import tensor_parallel_mesh
 from mfsdp_compile.runtime.plan.precision import GradientPolicy, Scaling
 
 from .by_unit import by_module, of_unit
+from .flags import check_flag, check_group
 
 __all__ = [
     "BufferPolicy",
@@ -88,10 +89,12 @@ class ModelPlugin:
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
         """Return the options to shard by. Called in the order of ``plugins``, before anything is changed.
 
+        It must not change the module: nobody would undo that.
+
         Raises:
             TypeError, ValueError: The plug-in does not suit the model or the ranks.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no configure(options, setup).")
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Experts(ModelPlugin):
     is_expert: IsExpert | None = None
 
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
+        if not isinstance(self.expt_device_mesh, DeviceMesh):
+            raise TypeError(f"Experts takes a DeviceMesh, got {reprlib.repr(self.expt_device_mesh)}")
         ranks = setup.ranks
         build = functools.partial(
             build_experts,
@@ -161,8 +166,8 @@ class CommBuffers(ModelPlugin):
     allocate: Allocate | None = None
 
     def configure(self, options: ShardingOptions, setup: Setup) -> ShardingOptions:
-        if not isinstance(self.policy, BufferPolicy):
-            raise TypeError(f"CommBuffers takes a BufferPolicy, got {reprlib.repr(self.policy)}")
+        check_group("CommBuffers", self.policy, BufferPolicy)
+        check_flag("CommBuffers: symmetric", self.symmetric)
         if self.registers not in ("now", "later", "never"):
             raise ValueError(f"CommBuffers: registers is 'now', 'later' or 'never', got {self.registers!r}")
         if self.allocate is not None and not callable(self.allocate):
@@ -263,6 +268,12 @@ _PLUGINS = {
 }
 """Names in this module, and the arguments of ``fully_shard_model`` that they stand for."""
 HERE = {
+    "param_init_fn": "It is init_fn here.",
+    "shard_placement_fn": "Rows (dimension 0) are divided; mfsdp_compile.plugins.WholeParameters keeps some whole.",
+    "sync_model_each_microbatch": "Call model.set_model_auto_sync(...) afterwards.",
+    "preserve_fp32_weights": "It is main_params_dtype of mixed_precision_policy here.",
+    "grad_reduce_in_fp32": "It is main_grads_dtype of mixed_precision_policy here.",
+} | {
     argument: f"It is part of mfsdp_compile.plugins.{name} here; see docs/shard.md."
     for name, arguments in _PLUGINS.items()
     for argument in arguments.split()

@@ -116,6 +116,11 @@ class ShardedModule(nn.Module):
         """Whether gradients are reduced completely after every backward."""
         return self.sharded.grad_sync.settings.automatic
 
+    @property
+    def microbatch_count(self) -> int:
+        """Number of backwards since gradients were last reduced completely."""
+        return self.sharded.grad_sync.microbatches
+
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Set whether gradients are reduced completely after every backward from now on."""
         self.sharded.grad_sync.settings.automatic = bool(sync_model)
@@ -357,6 +362,20 @@ class ShardedModule(nn.Module):
             ValueError: If ``module`` holds no sharded parameters.
         """
         register_forward(module if module is not None else self.module, name)
+
+    def manual_buffer_registration(self) -> bool:
+        """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
+
+        Call it between steps. The buffers of a copy (``copy.deepcopy``) of a model that is registered are registered
+        when the copy uses the first one.
+
+        Returns:
+            Whether NCCL runs the model's collectives. Otherwise nothing is registered.
+
+        Raises:
+            ValueError: If the model was sharded without ``nccl_ub``.
+        """
+        return self.sharded.manual_buffer_registration()
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

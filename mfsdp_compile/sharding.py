@@ -32,7 +32,7 @@ from mfsdp_compile.runtime.ranks.agreement import telling_others
 
 from .by_unit import by_module, of_unit
 from .flags import check_flag
-from .option_checks import check_together, check_types
+from .option_checks import check_initializer, check_options, check_together, check_types
 from .plugins import HERE, ModelPlugin, Ranks, Setup
 from .progress import working
 from .sharded_module import ShardedModule
@@ -144,6 +144,7 @@ def shard_in_place(
     groups = [("gradients", gradients, GradientPolicy), ("overlap", overlap, Overlap), ("layout", layout, LayoutPolicy)]
     check_types(fsdp_unit_modules, ignored_params, groups, plugins)
     check_flag("check_values", check_values)
+    check_initializer(init_fn, module)
     ranks = device_mesh if isinstance(device_mesh, Ranks) else Ranks(device_mesh)
     topology, every = build_topology(
         ranks.device_mesh,
@@ -171,11 +172,7 @@ def shard_in_place(
     for plugin in plugins:
         if isinstance(plugin, ModelPlugin):
             options = plugin.configure(options, setup)
-            if not isinstance(options, ShardingOptions):
-                name = type(plugin).__name__
-                raise TypeError(
-                    f"{name}.configure must return ShardingOptions, and returned a {type(options).__name__}."
-                )
+            check_options(options, type(plugin).__name__, module)
     check_together(options)
     with working(f"sharding {type(module).__name__}"):
         return shard_model(module, topology, every, _device(device, topology.mesh), options)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.init.meta import ByMethod, InitFn, Initializer
+from mfsdp_compile.runtime.init.meta import ByMethod, InitFn, Initializer, has_meta
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
@@ -196,6 +196,10 @@ class Arguments:
             )
 
 
+def _has_meta(module: object) -> bool:
+    return isinstance(module, nn.Module) and has_meta(module)
+
+
 def shard_by(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDistributedIndex]:
     """Shard a model in place by the arguments of ``fully_shard_model``. Collective.
 
@@ -223,7 +227,7 @@ def shard_by(module: nn.Module, given: Arguments) -> tuple[ShardedModel, FSDPDis
             unit_bytes=given.unit_bytes,
             by_parameter=given.disable_bucketing,
         ),
-        init_fn=(given.init_fn or ByMethod()) if given.init_model_with_meta_device else None,
+        init_fn=(given.init_fn or ByMethod()) if given.init_model_with_meta_device and _has_meta(module) else None,
         ignored_params=given.ignored_params,
         check_values=given.check_values,
         plugins=[*given.model_plugins(), *given.plugins],

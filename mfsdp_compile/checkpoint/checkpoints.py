@@ -228,7 +228,7 @@ class Checkpoints:
             if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
                     f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after "
-                    "the optimizer's step, or drop them with model.zero_grad_buffer() (of FSDP2's face: "
+                    "the optimizer's step, or drop them with model.zero_grad() (of FSDP2's face: "
                     "model.reset_iter_state())."
                 )
             state["model"] = model.state_dict()

@@ -302,6 +302,19 @@ def _settings(topology: Topology, experts: ExpertPlacement | None, options: Shar
         *([str(experts)] if experts is not None else []),
         f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
         *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
+        *_flags(options),
+    ]
+
+
+def _flags(options: ShardingOptions) -> list[str]:
+    """Describe options of which another rank's would change numbers, or which collectives it starts."""
+    return [
+        *([str(options.gradient_policy)] if options.gradient_policy != GradientPolicy() else []),
+        *([str(options.overlap)] if options.overlap != Overlap() else []),
+        *([f"buffers are registered {options.registers}"] if options.registers != "never" else []),
+        *(["buffers are not in symmetric memory"] if not options.symmetric else []),
+        *(["values are not compared (check_values)"] if not options.check_values else []),
+        *(["transposes of weights are kept"] if options.keeps_transposes else []),
     ]
 
 

@@ -438,5 +438,5 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
         if param.is_meta and not allows_meta:
             raise ValueError(
                 f"Parameter {name!r} is on the meta device and has no value. Pass init_model_with_meta_device=True to "
-                "initialize it, module by module, or initialize the model on a real device."
+                "initialize it, module by module (to shard: init_fn), or initialize the model on a real device."
             )

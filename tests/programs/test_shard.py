@@ -32,6 +32,7 @@ from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.plugins import (
     HERE,
     BufferPolicy,
+    ByMethod,
     ByModule,
     CommBuffers,
     Communicators,
@@ -41,6 +42,7 @@ from mfsdp_compile.plugins import (
     KeepTransposes,
     LayoutPolicy,
     ModelPlugin,
+    Overlap,
     Ranks,
     Scaling,
     Setup,
@@ -143,6 +145,7 @@ def test_each_argument_has_a_place() -> None:
     """What ``shard`` does not take, it says where to find."""
     taken = {*inspect.signature(shard).parameters, "sync_model_each_microbatch", "preproc_state_dict_for_dcp_ckpt"}
     older = {"preserve_fp32_weights", "grad_reduce_in_fp32"}
+    assert {"sync_model_each_microbatch", *older} <= HERE.keys()
     left = {each.name for each in fields(Arguments)} - taken - older
     assert left - HERE.keys() == set()
     for name in left:
@@ -199,6 +202,36 @@ class Broken(ModelPlugin):
         return self.returns
 
 
+@dataclass(frozen=True)
+class Changed(ModelPlugin):
+    name: str
+    value: Any
+
+    def configure(self, options: Any, setup: Setup) -> Any:
+        return replace(options, **{self.name: self.value})
+
+
+class MoreBuffers(CommBuffers):
+    pass
+
+
+@dataclass(frozen=True)
+class AlsoWhole(ModelPlugin):
+    name: str
+
+    def configure(self, options: Any, setup: Setup) -> Any:
+        return replace(options, whole=[*options.whole, self.name])
+
+
+@on_ranks(2)
+def test_plugins_of_strangers_add_up() -> None:
+    names = [name for name, _ in parity.build(zoo.Uneven).named_parameters() if name.endswith("weight")][:2]
+    model = shard(parity.build(zoo.Uneven), fsdp_unit_modules=UNITS, plugins=[AlsoWhole(name) for name in names])
+    plain = shard(parity.build(zoo.Uneven), fsdp_unit_modules=UNITS)
+    assert str(model.sharded.buckets[0].plan) != str(plain.sharded.buckets[0].plan)
+    trained(model, EAGER)
+
+
 @on_ranks(2)
 def test_a_plugin_of_a_stranger() -> None:
     count = [
@@ -252,6 +285,55 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         TypeError,
         "whole_params takes a function",
     ),
+    "a word for a scaling": (
+        lambda model: shard(model, gradients=GradientPolicy("sum")),  # type: ignore[arg-type]
+        TypeError,
+        "gradients: scaling takes one of",
+    ),
+    "a word for a flag": (
+        lambda model: shard(model, gradients=GradientPolicy(decoupled="no")),  # type: ignore[arg-type]
+        TypeError,
+        "gradients: decoupled takes True or False",
+    ),
+    "half a byte": (
+        lambda model: shard(model, layout=LayoutPolicy(bucket_bytes=100.5)),  # type: ignore[arg-type]
+        TypeError,
+        "layout: bucket_bytes takes a whole number",
+    ),
+    "a class derived": (
+        lambda model: shard(model, plugins=[CommBuffers(), MoreBuffers()]),
+        ValueError,
+        "plugins has two CommBuffers",
+    ),
+    "nothing to initialize": (lambda model: shard(model, init_fn=ByMethod()), ValueError, "already has values"),
+    "a class of initializers": (lambda model: shard(model, init_fn=ByMethod), TypeError, "Pass an instance: ByMethod"),
+    "an initializer": (lambda model: shard(model, plugins=[ByMethod()]), TypeError, "is for init_fn"),
+    "memory that stays": (
+        lambda model: shard(model, gradients=GradientPolicy(keeps_memory=True)),
+        ValueError,
+        r"add CommBuffers\(\)",
+    ),
+    "no plug-in": (lambda model: shard(model, plugins=[ModelPlugin()]), NotImplementedError, "has no configure"),
+    "no mesh": (
+        lambda model: shard(model, plugins=[Experts(None)]),  # type: ignore[arg-type]
+        TypeError,
+        "Experts takes a DeviceMesh",
+    ),
+    "options without a policy": (
+        lambda model: shard(model, plugins=[Changed("overlap", None)]),
+        TypeError,
+        "Changed.configure: overlap is a Overlap, got None",
+    ),
+    "an option that is no function": (
+        lambda model: shard(model, plugins=[Changed("reshard_after_forward", True)]),
+        TypeError,
+        "reshard_after_forward is a function of a unit",
+    ),
+    "an unknown name": (
+        lambda model: shard(model, plugins=[Changed("whole", ["nope"])]),
+        ValueError,
+        "whole has .*nope",
+    ),
     "nothing returned": (lambda model: shard(model, plugins=[Broken()]), TypeError, "Broken.configure must return"),
     "an error inside": (lambda model: shard(model, plugins=[Broken(ValueError("no room"))]), ValueError, "no room"),
     "an unknown dimension": (
@@ -283,10 +365,27 @@ def test_what_is_refused(what: str) -> None:
         shard(shard(parity.build(zoo.Uneven), fsdp_unit_modules=UNITS))
 
 
+OTHER_ON_ONE_RANK: dict[str, dict[str, Any]] = {
+    "buckets": {"plugins": [Small(128)]},
+    "sums": {"gradients": GradientPolicy(Scaling.SUM)},
+    "decoupled": {"gradients": GradientPolicy(decoupled=True)},
+    "inspected": {"gradients": GradientPolicy(report_nan=True)},
+    "overlap": {"overlap": Overlap(False, False)},
+    "values": {"check_values": False},
+    "transposes": {"plugins": [KeepTransposes()]},
+    "buffers": {"plugins": [CommBuffers()]},
+}
+
+
+@pytest.mark.parametrize("what", OTHER_ON_ONE_RANK)
 @on_ranks(2)
-def test_ranks_with_other_plugins() -> None:
+def test_ranks_with_other_options(what: str) -> None:
     with pytest.raises(RuntimeError, match="rank"):
-        shard(parity.build(zoo.Uneven), fsdp_unit_modules=UNITS, plugins=[Small(128)] if dist.get_rank() else [])
+        shard(
+            parity.build(zoo.Uneven),
+            fsdp_unit_modules=UNITS,
+            **(OTHER_ON_ONE_RANK[what] if dist.get_rank() else {}),
+        )
 
 
 @on_ranks(2)
