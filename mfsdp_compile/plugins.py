@@ -10,7 +10,7 @@ import functools
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -69,18 +69,28 @@ class Ranks:
     outer_dp_sharding_strategy: ShardingStrategy | str | int = 0
 
 
-class Setup(NamedTuple):
+@dataclass
+class Setup:
     """What a plug-in for a model sees.
 
     Args:
         module: The model, which is not sharded yet.
         ranks: The ranks as they were given.
-        topology: The same, and what is sharded over them.
+        build: Interprets them, which needs a process group; see :func:`.build_topology`.
     """
 
     module: nn.Module
     ranks: Ranks
-    topology: Topology
+    build: Callable[[], tuple[Topology, dist.ProcessGroup]]
+
+    @functools.cached_property
+    def built(self) -> tuple[Topology, dist.ProcessGroup]:
+        """The ranks and what is sharded over them, and the process group of all."""
+        return self.build()
+
+    @property
+    def topology(self) -> Topology:
+        return self.built[0]
 
 
 class ModelPlugin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,6 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.geometry.exchange import Overlap
 from mfsdp_compile.runtime.geometry.layout import LayoutPolicy
 from mfsdp_compile.runtime.geometry.placements import ShardingStrategy
-from mfsdp_compile.runtime.geometry.topology import Topology
 from mfsdp_compile.runtime.init.meta import ByFunction, InitFn, Initializer
 from mfsdp_compile.runtime.lanes.lane import Plugin
 from mfsdp_compile.runtime.model.shard import ShardingOptions, shard_model
@@ -146,7 +146,8 @@ def shard_in_place(
     check_flag("check_values", check_values)
     check_initializer(init_fn, module)
     ranks = device_mesh if isinstance(device_mesh, Ranks) else Ranks(device_mesh)
-    topology, every = build_topology(
+    build = functools.partial(
+        build_topology,
         ranks.device_mesh,
         ranks.dp_shard_dim,
         ranks.dp_outer_dim,
@@ -156,6 +157,7 @@ def shard_in_place(
         ranks.fsdp_group_ag,
         device_type=_device_type(device, module),
     )
+    setup = Setup(module, ranks, build)
     options = ShardingOptions(
         unit_modules=fsdp_unit_modules,
         precision=precision,
@@ -166,21 +168,21 @@ def shard_in_place(
         from_meta=init_fn if init_fn is None or isinstance(init_fn, Initializer) else ByFunction(init_fn),
         plugins=tuple(plugin for plugin in plugins if not isinstance(plugin, ModelPlugin)),
         ignored=frozenset(ignored_params),
-        reshard_after_forward=_resharding(reshard_after_forward, module, topology),
+        reshard_after_forward=_resharding(reshard_after_forward, setup),
     )
-    setup = Setup(module, ranks, topology)
     for plugin in plugins:
         if isinstance(plugin, ModelPlugin):
             options = plugin.configure(options, setup)
             check_options(options, type(plugin).__name__, module)
     check_together(options)
+    topology, every = setup.built
     with working(f"sharding {type(module).__name__}"):
         return shard_model(module, topology, every, _device(device, topology.mesh), options)
 
 
-def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:
+def _resharding(given: Any, setup: Setup) -> Callable[[Unit], bool | int | None]:
     """Return the function that says what happens to a unit's buckets between forward and backward."""
-    values = by_module("reshard_after_forward", given, module)
+    values = by_module("reshard_after_forward", given, setup.module)
     for key, value in values.items():
         if value is None or isinstance(value, bool):
             continue
@@ -190,7 +192,7 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
             )
         if value < 1:
             raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
-        values[key] = topology.portions_of(value, "reshard_after_forward")
+        values[key] = setup.topology.portions_of(value, "reshard_after_forward")
     return of_unit(values)
 
 
