@@ -32,6 +32,7 @@ from mfsdp_compile.passes.guests.solver.flow import Category
 from mfsdp_compile.passes.guests.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.guests.offload import host
+from mfsdp_compile.runtime.guests.offload import operators as operators  # defines mfsdp::fetch
 
 OFFLOADED = {"offload_policy": CPUOffloadPolicy()}
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
