@@ -13,6 +13,11 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
 
 
+def check_whole(name: str, value: object, optional: bool) -> None:
+    if isinstance(value, bool) or not (isinstance(value, int) or (optional and value is None)):
+        raise TypeError(f"{name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}")
+
+
 def check_group(name: str, value: Any, kind: type) -> None:
     """Check a group of flags and numbers: a dataclass or a named tuple.
 
@@ -26,8 +31,8 @@ def check_group(name: str, value: Any, kind: type) -> None:
         allowed = typing.get_args(annotation) or (annotation,)
         if bool in allowed:
             check_flag(called, given)
-        elif int in allowed and (isinstance(given, bool) or not isinstance(given, allowed)):
-            raise TypeError(f"{called} takes a whole number, got {reprlib.repr(given)}, a {type(given).__name__}")
+        elif int in allowed:
+            check_whole(called, given, type(None) in allowed)
         elif issubclass(allowed[0], enum.Enum) and not isinstance(given, allowed[0]):
             names = ", ".join(str(each) for each in allowed[0])
             raise TypeError(f"{called} takes one of {names}, got {reprlib.repr(given)}")

@@ -108,7 +108,7 @@ def check_together(options: ShardingOptions) -> None:
 
     For ``shard``, docs/shard.md says what has these names.
     """
-    registers, layout = options.registers != "never", options.layout_policy or LayoutPolicy()
+    registers, layout = options.registers != "never", options.layout_policy
     symmetric = registers and options.symmetric
     has_buffers = options.buffer_policy.double or options.buffer_policy.largest
     if symmetric and options.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE:

@@ -114,20 +114,20 @@ def shard(
 
 def shard_in_place(
     module: nn.Module,
-    device_mesh: DeviceMesh | Ranks | None = None,
-    fsdp_unit_modules: UnitModules = None,
-    zero_dp_strategy: ShardingStrategy | str | int = 3,
-    mixed_precision_policy: PolicyArgument | Policies = MixedPrecisionPolicy(),
+    device_mesh: DeviceMesh | Ranks | None,
+    fsdp_unit_modules: UnitModules,
+    zero_dp_strategy: ShardingStrategy | str | int,
+    mixed_precision_policy: PolicyArgument | Policies,
     *,
-    device: torch.device | str | None = None,
-    reshard_after_forward: Resharding = None,
-    gradients: GradientPolicy = GradientPolicy(),
-    overlap: Overlap = Overlap(),
-    layout: LayoutPolicy = LayoutPolicy(),
-    init_fn: InitFn | Initializer | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
-    check_values: bool = True,
-    plugins: Sequence[ModelPlugin | Plugin] = (),
+    device: torch.device | str | None,
+    reshard_after_forward: Resharding,
+    gradients: GradientPolicy,
+    overlap: Overlap,
+    layout: LayoutPolicy,
+    init_fn: InitFn | Initializer | None,
+    ignored_params: Collection[nn.Parameter],
+    check_values: bool,
+    plugins: Sequence[ModelPlugin | Plugin],
 ) -> ShardedModel:
     """Shard a model in place. Collective. See :func:`~mfsdp_compile.shard`."""
     shorten_uncaught()

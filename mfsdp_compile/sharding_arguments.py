@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from mfsdp_compile.runtime.plan.precision import GradientPolicy, MixedPrecisionP
 from mfsdp_compile.runtime.plan.units import UnitModules
 
 from .distributed_index import FSDPDistributedIndex
-from .flags import check_flag
+from .flags import check_flag, check_whole
 from .plugins import (
     ByModule,
     CommBuffers,
@@ -174,10 +173,8 @@ class Arguments:
             value = getattr(self, each.name)
             if each.type == "bool" or (each.type == "bool | None" and value is not None):
                 check_flag(each.name, value)
-            if each.type in ("int", "int | None") and (isinstance(value, bool) or not isinstance(value, int | None)):
-                raise TypeError(
-                    f"{each.name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}"
-                )
+            if each.type in ("int", "int | None"):
+                check_whole(each.name, value, each.type == "int | None")
 
     def _check_together(self) -> None:
         if self.expt_device_mesh is None:

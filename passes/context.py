@@ -120,6 +120,11 @@ class BucketInfo:
         return self.layout.shard_numel * self.main_dtype.itemsize
 
     @property
+    def sum_bytes(self) -> int:
+        """Bytes of the shard's sum of gradients over microbatches; none if the bucket is not trained."""
+        return self.layout.shard_numel * self.grad_dtype.itemsize if self.trainable else 0
+
+    @property
     def device_shard_bytes(self) -> int:
         """Bytes of the shard on the device: none of a bucket in host memory."""
         return 0 if self.rests_in_host_memory else self.shard_bytes
@@ -195,7 +200,7 @@ class Feature:
         return None
 
     def rewrite_joint(self, joint: fx.GraphModule, context: Context) -> tuple[fx.GraphModule, Report | None]:
-        """Return a joint graph in the place of another, before the other passes."""
+        """Rewrite a joint graph before the passes. Return the graph to go on with, and a report."""
         return joint, None
 
     def rewrite_both(self, forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> Report | None:

@@ -160,7 +160,7 @@ def _host(sharded: ShardedModel) -> str:
     if not (offloaded := [info for info in infos if info.rests_in_host_memory]):
         return ""
     shards = sum(info.shard_bytes for info in offloaded)
-    gradients = sum(info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable)
+    gradients = sum(info.sum_bytes for info in offloaded)
     held = f"parameter shards {bytes_text(shards)}" + (f", gradients {bytes_text(gradients)}" if gradients else "")
     copies = sum(info.resident_bytes for info in offloaded if not info.resident_groups)
     more = f"; the device keeps copies of shards, {bytes_text(copies)}" if copies else ""

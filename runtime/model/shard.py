@@ -89,7 +89,7 @@ class ShardingOptions:
     gradient_policy: GradientPolicy = field(default_factory=GradientPolicy)
     overlap: Overlap = field(default_factory=Overlap)
     check_values: bool = True
-    layout_policy: LayoutPolicy | None = None
+    layout_policy: LayoutPolicy = field(default_factory=LayoutPolicy)
     whole: Collection[str] = ()
     experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
@@ -238,12 +238,11 @@ def _agree_on_plan(
         if initializer is not None:
             initializer.prepare(module)
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
-        unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
         units, precision = divide(
             module,
             options.unit_modules,
             options.precision,
-            unit_bytes,
+            layout_policy.unit_bytes,
             options.by_module,
             options.from_meta is not None,
             options.ignored,

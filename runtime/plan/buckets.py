@@ -39,7 +39,7 @@ class BucketPlanner:
         topology: Topology of all parameters but experts.
         precision: Dtypes of gathered parameters, shards and gradients.
         gradient_policy: How gradients are combined.
-        layout_policy: Limits for bucket layouts. None: the defaults.
+        layout_policy: Limits for bucket layouts.
         whole: Names of parameters that should each be kept on one rank.
         experts: Which parameters are experts. None: none are.
         keeps_transposes: Whether the transposed planes of weights in fp8, which some devices need in backward, are made
@@ -50,7 +50,7 @@ class BucketPlanner:
     topology: Topology
     precision: PrecisionPlan
     gradient_policy: GradientPolicy
-    layout_policy: LayoutPolicy | None
+    layout_policy: LayoutPolicy
     whole: frozenset[str]
     experts: ExpertPlacement | None = None
     keeps_transposes: bool = False
@@ -83,7 +83,7 @@ class BucketPlanner:
         plans: list[BucketPlan] = []
         for (dtypes, requires_grad, is_expert, scaling, form), specs in groups.items():
             itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtypes.compute.itemsize
-            most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
+            most = self.layout_policy.bucket_bytes
             shards = self.topology_of(is_expert).shards
             if form == extension.FORM:
                 for spec in specs:
@@ -92,7 +92,7 @@ class BucketPlanner:
                 continue
             if scaling and most is not None:
                 most = quantize.numel_of_sent(most, scaling)
-            alone = self.layout_policy is not None and self.layout_policy.by_parameter
+            alone = self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
                 for layout in plan_layouts(part, itemsize, shards, self._policy(scaling, part[0].is_complex)):
                     bucket = self._bucket(unit, layout, dtypes, requires_grad, is_expert)
@@ -134,7 +134,7 @@ class BucketPlanner:
 
     def _policy(self, scaling: str, is_complex: bool) -> LayoutPolicy:
         """Return the limits for layouts whose shards must not cut blocks of a scaling, or complex numbers."""
-        policy, block = self.layout_policy or LayoutPolicy(), max(quantize.block_numel(scaling), 1 + is_complex)
+        policy, block = self.layout_policy, max(quantize.block_numel(scaling), 1 + is_complex)
         block = max(block, *(getattr(plugin, "block_numel", 1) for plugin in self.plugins), 1)
         cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
         return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two

@@ -192,9 +192,7 @@ def host_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, saved: 
     trained = sum(info.layout.shard_numel for info in offloaded if info.trainable)
     return found | {
         Category.SHARDS: sum(info.shard_bytes for info in offloaded),
-        Category.GRADIENTS: sum(
-            info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable
-        ),
+        Category.GRADIENTS: sum(info.sum_bytes for info in offloaded),
         Category.OPTIMIZER: trained * optimizer.state_bytes,
     }
 
