@@ -164,7 +164,7 @@ def test_by_unit() -> None:
     """Each unit has a policy of its own; what rests on the device is counted."""
     first = build(zoo.Plain)
     policy = {zoo.Block: OptimizerOffloadPolicy(), first.blocks[1]: CPUOffloadPolicy()}
-    model, call = shard(first, AOT_EAGER, sharding={"offload_policy": policy})
+    model, call = shard(first, AOT_EAGER, sharding={"offload_policy": policy}, report=True)
     plain, _ = shard(build(zoo.Plain), EAGER)
     data = batches(1)[0, dist.get_rank()]
     for each in (call, plain):
